@@ -1,0 +1,59 @@
+"""How one side cuts the model. Names follow Megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups of one side (trainer or rollout).
+
+    ``tp`` tensor, ``ep`` expert, ``etp`` expert-tensor, ``pp`` pipeline, ``cp`` context, ``dp`` data parallel; ``sp`` is sequence
+    parallelism. ``etp`` defaults to ``tp`` divided among nothing, as in Megatron: the same as ``tp``.
+
+    Raises:
+        ValueError: a size below 1, or sequence parallelism without tensor parallelism.
+
+    >>> str(Layout(tp=2, ep=2, etp=1, sp=True))
+    'TP 2 EP 2 ETP 1 SP'
+    """
+
+    tp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sp: bool = False
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "pp", "cp", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layout: {name} must be at least 1, got {getattr(self, name)}")
+        if self.etp is not None and self.etp < 1:
+            raise ValueError(f"layout: etp must be at least 1, got {self.etp}")
+        if self.sp and self.tp == 1:
+            raise ValueError("layout: sequence parallelism (sp) needs tp of at least 2")
+
+    @property
+    def expert_tp(self) -> int:
+        """The expert-tensor-parallel size in force: ``etp`` or, when it is not given, ``tp``."""
+        return self.tp if self.etp is None else self.etp
+
+    @classmethod
+    def for_vllm(cls, tp: int = 1, expert_parallel: bool = False, dp: int = 1) -> Layout:
+        """The layout vLLM makes of ``tensor_parallel_size`` and ``enable_expert_parallel``: experts are cut whole or by TP, never both.
+
+        >>> str(Layout.for_vllm(tp=2, expert_parallel=True))
+        'TP 2 EP 2 ETP 1'
+        """
+        return cls(tp=tp, ep=tp * dp, etp=1, dp=dp) if expert_parallel else cls(tp=tp, etp=tp, dp=dp)
+
+    def __str__(self) -> str:
+        words = [f"TP {self.tp}"]
+        words += [f"EP {self.ep}"] if self.ep > 1 else []
+        words += [f"ETP {self.expert_tp}"] if self.expert_tp != self.tp else []
+        words += ["SP"] if self.sp else []
+        words += [f"{name.upper()} {getattr(self, name)}" for name in ("pp", "cp", "dp") if getattr(self, name) > 1]
+        return " ".join(words)

@@ -1,0 +1,220 @@
+"""The contract: every choice that can change a byte, in one frozen object with a fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tio_megatron.contract.layout import Layout
+from tio_megatron.contract.model import ModelShape
+from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
+from tio_megatron.contract.vocab import VocabOrder
+
+VERSION = 1
+"""Raised whenever a rule changes the bytes of any result."""
+
+FAMILIES = {"cpu": {"kv_block": 64, "chain": 256}}
+"""Kernel families: what each fixes inside a leaf. Bytes agree within a family, never across."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Leaves per axis that a layout may cut; each a power of two, at least the largest TP or ETP either side will use.
+
+    ``attn_row`` K of the attention output projection; ``mlp_row`` K of a dense MLP's down projection; ``expert_row`` the same of an
+    expert; ``col_dgrad`` the output axis of column-parallel products, in their input gradient; ``expert_col_dgrad`` the same of
+    an expert; ``vocab`` runs of the vocabulary.
+    """
+
+    attn_row: int = 8
+    mlp_row: int = 8
+    expert_row: int = 8
+    col_dgrad: int = 8
+    expert_col_dgrad: int = 8
+    vocab: int = 8
+
+    def __post_init__(self) -> None:
+        for name, count in dataclasses.asdict(self).items():
+            if type(count) is not int or not is_power_of_two(count):
+                raise ValueError(f"contract: cuts.{name} must be a power of two, got {count!r}")
+
+    @classmethod
+    def uniform(cls, count: int) -> Cuts:
+        """The same count on every axis."""
+        return cls(**{f.name: count for f in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """One product whose cut does not fall on leaves."""
+
+    where: str
+    what: str
+    works: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.works}"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The order of every sum. Two sides whose contracts have one fingerprint agree byte for byte.
+
+    Args:
+        cuts: leaves per axis.
+        family: kernel family, which fixes the order inside a leaf.
+        chain: terms of one fused multiply-add chain inside a leaf (set by the family).
+        kv_block: keys per block of the attention walk (set by the family).
+        vocab_block: vocabulary rows per block of the log-softmax.
+        grain: positions per grain of a sum over tokens.
+        version: version of these rules.
+
+    Raises:
+        ValueError: an unknown family or version, or a value the family does not allow.
+
+    >>> Contract() == Contract.from_json(Contract().to_json())
+    True
+    >>> Contract.for_layouts(Layout(tp=2, ep=2, etp=1), Layout.for_vllm(tp=4)).cuts.attn_row
+    4
+    """
+
+    cuts: Cuts = field(default_factory=Cuts)
+    family: str = "cpu"
+    chain: int = 256
+    kv_block: int = 64
+    vocab_block: int = 128
+    grain: int = 512
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"contract: version {self.version} is not the version of this package, {VERSION}")
+        if self.family not in FAMILIES:
+            raise ValueError(f"contract: unknown kernel family {self.family!r}; known are {sorted(FAMILIES)}")
+        for name, value in FAMILIES[self.family].items():
+            if getattr(self, name) != value:
+                raise ValueError(f"contract: family {self.family!r} has {name} {value}, got {getattr(self, name)}")
+        if self.vocab_block != 128:
+            raise ValueError(f"contract: vocab_block must be 128, got {self.vocab_block}")
+        if self.grain < 1:
+            raise ValueError(f"contract: grain must be positive, got {self.grain}")
+
+    @classmethod
+    def for_layouts(cls, *layouts: Layout, **fields: Any) -> Contract:
+        """The smallest cuts that serve every given layout (usually trainer and rollout).
+
+        Raises:
+            ValueError: no layout is given.
+        """
+        if not layouts:
+            raise ValueError("contract: for_layouts needs at least one layout")
+        tp = next_power_of_two(max(layout.tp for layout in layouts))
+        etp = next_power_of_two(max(layout.expert_tp for layout in layouts))
+        cuts = Cuts(attn_row=tp, mlp_row=tp, expert_row=etp, col_dgrad=tp, expert_col_dgrad=etp, vocab=tp)
+        return cls(cuts=cuts, **fields)
+
+    def vocab_order(self, vocab: int) -> VocabOrder:
+        """The order of sums over a vocabulary of ``vocab`` true rows."""
+        return VocabOrder(vocab, self.cuts.vocab, self.vocab_block)
+
+    def leaves_of(self, axis: str, length: int, parts: int, where: str) -> int:
+        """Leaves held by each of ``parts`` equal shards of an axis of ``length`` terms; ``axis`` is a field of :class:`Cuts`.
+
+        Raises:
+            ValueError: the axis does not divide into leaves, or the cut does not fall on them; says what would work.
+        """
+        problem = self._problem(axis, length, parts, where)
+        if problem:
+            raise ValueError(str(problem))
+        return getattr(self.cuts, axis) // parts
+
+    def _problem(self, axis: str, length: int, parts: int, where: str) -> LayoutProblem | None:
+        leaves = getattr(self.cuts, axis)
+        if length % leaves:
+            fits = [c for c in (1, 2, 4, 8, 16, 32, 64) if length % c == 0]
+            return LayoutProblem(where, f"{length} terms do not divide into cuts.{axis} = {leaves} equal leaves", f"cuts.{axis} in {fits} would work")
+        if parts < 1 or leaves % parts:
+            fits = [c for c in (1, 2, 4, 8, 16, 32, 64) if leaves % c == 0]
+            more = f", or cuts.{axis} = {parts}" if is_power_of_two(parts) and length % parts == 0 else ""
+            return LayoutProblem(where, f"cut into {parts} parts, but cuts.{axis} = {leaves} leaves", f"sizes {fits} would work{more}")
+        return None
+
+    def problems(self, layout: Layout, model: ModelShape) -> Iterator[LayoutProblem]:
+        """Every product of ``model`` whose cut by ``layout`` does not fall on leaves, and every part that does not divide."""
+        m, tp, etp, ep = model, layout.tp, layout.expert_tp, layout.ep
+        sizes = lambda n: [d for d in range(1, 65) if n % d == 0]  # noqa: E731
+        if m.heads % tp:
+            yield LayoutProblem("attention", f"{m.heads} query heads do not divide by tp {tp}", f"tp in {sizes(m.heads)} would work")
+        elif m.kv_heads % tp and tp % m.kv_heads:
+            yield LayoutProblem("attention", f"{m.kv_heads} key/value heads and tp {tp}: neither divides the other", f"tp in {sizes(m.kv_heads)} would work")
+        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.o_proj"), ("col_dgrad", (m.heads + 2 * m.kv_heads) * m.head_dim, tp, "attention.qkv (input gradient)")]
+        if m.experts:
+            axes += [("expert_row", m.moe_ffn, etp, "experts.down_proj"), ("expert_col_dgrad", m.moe_ffn, etp, "experts.gate_up_proj (input gradient)")]
+            if m.experts % ep:
+                yield LayoutProblem("experts", f"{m.experts} experts do not divide by ep {ep}", f"ep in {sizes(m.experts)} would work")
+        else:
+            axes += [("mlp_row", m.ffn, tp, "mlp.down_proj"), ("col_dgrad", m.ffn, tp, "mlp.gate_up_proj (input gradient)")]
+            if ep > 1:
+                yield LayoutProblem("experts", f"ep {ep} on a dense model", "ep 1 would work")
+        for axis, length, parts, where in axes:
+            problem = self._problem(axis, length, parts, where)
+            if problem:
+                yield problem
+        if self.cuts.vocab % tp:
+            yield LayoutProblem("vocabulary", f"cut into {tp} parts, but cuts.vocab = {self.cuts.vocab} runs", f"tp in {[c for c in (1, 2, 4, 8, 16, 32, 64) if self.cuts.vocab % c == 0]} would work")
+        if m.layers % layout.pp:
+            yield LayoutProblem("pipeline", f"{m.layers} layers do not divide by pp {layout.pp}", f"pp in {sizes(m.layers)} would work")
+
+    def check(self, layout: Layout, model: ModelShape) -> None:
+        """Refuse a layout whose cuts do not fall on leaves.
+
+        Raises:
+            ValueError: lists every such product and what would work.
+        """
+        found = [str(problem) for problem in self.problems(layout, model)]
+        if found:
+            raise ValueError(f"layout {layout} does not fit the contract:\n  " + "\n  ".join(found))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for reports and for exchange between sides."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """One line of JSON with sorted keys."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Contract:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: not JSON, an unknown field, or a value the constructor refuses.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"contract: not JSON ({error})") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"contract: expected a JSON object, got {type(data).__name__}")
+        cuts = data.pop("cuts", {})
+        if not isinstance(cuts, dict):
+            raise ValueError(f"contract: cuts must be a JSON object, got {cuts!r}")
+        for names, given, what in ((cls, data, "field"), (Cuts, cuts, "cut")):
+            unknown = sorted(set(given) - {f.name for f in dataclasses.fields(names)})
+            if unknown:
+                raise ValueError(f"contract: unknown {what} {', '.join(unknown)}")
+        return cls(cuts=Cuts(**cuts), **data)
+
+    def fingerprint(self, kernels: str = "") -> str:
+        """16 hex digits over the contract and ``kernels``, the version string of the kernel family in use."""
+        return hashlib.sha256(f"{self.to_json()}|{kernels}".encode()).hexdigest()[:16]
+
+    def differences(self, other: Contract) -> list[str]:
+        """The fields in which two contracts differ, as ``name: ours / theirs``."""
+        flat = lambda c: {**{k: v for k, v in c.to_dict().items() if k != "cuts"}, **{f"cuts.{k}": v for k, v in c.to_dict()["cuts"].items()}}  # noqa: E731
+        ours, theirs = flat(self), flat(other)
+        return [f"{name}: {ours[name]} / {theirs[name]}" for name in ours if ours[name] != theirs[name]]
