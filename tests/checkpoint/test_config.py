@@ -1,0 +1,125 @@
+"""config.json: what is covered gets through, anything else is refused by name; and the table fits the real models."""
+
+import json
+
+import pytest
+
+from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, Shard, tensor_table
+
+from .conftest import DENSE, MOE
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_the_table_of_the_real_model():
+    config = CheckpointConfig.from_dict(QWEN3_30B_A3B)
+    table = tensor_table(config.shape)
+    assert len(table) == 48 * (9 + 128 * 3) + 3 == 18867
+    assert sum(spec.numel for spec in table.values()) == 30_532_122_624
+    spec = table["model.layers.47.mlp.experts.127.down_proj.weight"]
+    assert (spec.shape, spec.shard, spec.axis, spec.layer, spec.expert) == ((2048, 768), Shard.ROW, 1, 47, 127)
+    assert (config.rope_theta, config.rms_eps, config.max_positions, config.normalise, config.dtype) == (1e6, 1e-6, 40960, True, "bfloat16")
+
+
+@pytest.mark.parametrize("architecture", ["moe", "dense"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_table_is_what_transformers_writes(architecture, tied, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {k: v for k, v in (MOE if architecture == "moe" else DENSE).items() if k not in ("architectures", "model_type", "torch_dtype")}
+    kinds = {"moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM), "dense": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)}
+    config_class, model_class = kinds[architecture]
+    import torch
+
+    model_class(config_class(**sizes | {"tie_word_embeddings": tied})).to(torch.bfloat16).save_pretrained(tmp_path)
+    from tio_megatron.checkpoint import Checkpoint
+
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config.shape.tied == tied
+        assert checkpoint.config.normalise or architecture == "dense"
+
+
+OPTIONAL = ("model_type", "intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("name", [k for k in MOE if k not in OPTIONAL])
+def test_a_missing_field_is_named(name):
+    with pytest.raises(CheckpointError, match="dtype" if name == "torch_dtype" else name):
+        CheckpointConfig.from_dict({k: v for k, v in MOE.items() if k != name})
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "supported are"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope scaling 'linear'"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"torch_dtype": "float16"}, "dtype is 'float16'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"eos_token_id": 300}, "eos_token_id 300 is outside the vocabulary of 300"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"num_experts_per_tok": 9}, "top_k 9"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"hidden_size": "32"}, "hidden_size = '32'"),
+        ({"hidden_act": "gelu", "rms_norm_eps": None}, "hidden_act .*; rms_norm_eps"),
+    ],
+)
+def test_what_is_not_covered_is_refused(fields, said):
+    with pytest.raises(CheckpointError, match=said):
+        CheckpointConfig.from_dict(MOE | fields)
+
+
+def test_newer_spellings():
+    sizes = {k: v for k, v in MOE.items() if k not in ("rope_theta", "torch_dtype", "num_experts")}
+    config = CheckpointConfig.from_dict(sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "dtype": "float32", "num_local_experts": 4})
+    assert (config.rope_theta, config.dtype, config.shape.experts) == (5e5, "float32", 4)
+    assert CheckpointConfig.from_dict({k: v for k, v in MOE.items() if k != "norm_topk_prob"}).normalise is False
+
+
+def test_a_file_that_is_no_config(tmp_path):
+    for text in ("{", "[]", json.dumps(MOE | {"hidden_act": "relu"})):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="JSON|hidden_act"):
+            CheckpointConfig.from_file(tmp_path / "config.json")

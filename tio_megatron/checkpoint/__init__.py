@@ -1,0 +1,25 @@
+"""HF checkpoints as names, shapes, bytes and digests. No engine's symbol and no arithmetic lives here.
+
+One table (:func:`tensor_table`) says for every tensor of a model which axis a layout may cut; loading, exporting, pushing weights and
+digests all read it.
+"""
+
+from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
+from tio_megatron.checkpoint.digest import digest_differences, manifest_digest, row_digests, tensor_digest
+from tio_megatron.checkpoint.names import Shard, TensorSpec, tensor_table
+from tio_megatron.checkpoint.reader import Checkpoint
+from tio_megatron.checkpoint.writer import write_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointError",
+    "Shard",
+    "TensorSpec",
+    "digest_differences",
+    "manifest_digest",
+    "row_digests",
+    "tensor_digest",
+    "tensor_table",
+    "write_checkpoint",
+]

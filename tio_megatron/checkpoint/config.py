@@ -1,0 +1,131 @@
+"""What an HF ``config.json`` says, checked: only models the contract covers get through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tio_megatron.contract import ModelShape
+
+DTYPES = ("bfloat16", "float32")
+"""Dtypes of weights the kernels take."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: says which file, what is wrong and what would work."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The parts of ``config.json`` that change a byte, and the raw contents for writing it back.
+
+    ``normalise`` says whether the chosen experts' probabilities are made to sum to one (``norm_topk_prob``).
+    """
+
+    shape: ModelShape
+    dtype: str
+    rms_eps: float
+    rope_theta: float
+    max_positions: int
+    normalise: bool = True
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> CheckpointConfig:
+        """From ``config.json`` of a checkpoint folder.
+
+        Raises:
+            CheckpointError: no such file, not JSON, or contents that :meth:`from_dict` refuses.
+        """
+        path = Path(path)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file; a checkpoint is an HF folder with config.json and *.safetensors") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        try:
+            return cls.from_dict(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path.parent}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> CheckpointConfig:
+        """From the contents of ``config.json``.
+
+        Raises:
+            CheckpointError: names every field that is missing or that asks for something not covered.
+        """
+        try:
+            shape = ModelShape.from_hf(config)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        problems = list(_not_covered(config, shape))
+        rope_theta = _rope_theta(config, problems)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        if dtype not in DTYPES:
+            problems.append(f"dtype is {dtype or None!r}, supported are {list(DTYPES)}")
+        for name, kinds in (("rms_norm_eps", (int, float)), ("max_position_embeddings", (int,))):
+            value = config.get(name)
+            if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+                problems.append(f"{name} is {value!r}, it must be a positive number")
+        if problems:
+            raise CheckpointError("config.json: " + "; ".join(problems))
+        return cls(
+            shape=shape,
+            dtype=dtype,
+            rms_eps=float(config["rms_norm_eps"]),
+            rope_theta=rope_theta,
+            max_positions=config["max_position_embeddings"],
+            normalise=bool(config.get("norm_topk_prob", False)),  # absent means False, as in HF's own config class
+            raw=dict(config),
+        )
+
+
+def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
+    """What the contract does not cover, or would silently compute another way."""
+    problems = []
+    wanted: list[tuple[str, Any, Any]] = [("hidden_act", "silu", None)]
+    wanted += [(name, False, False) for name in ("attention_bias", "mlp_bias", "use_sliding_window")]
+    if shape.experts:
+        wanted += [("decoder_sparse_step", 1, 1), ("mlp_only_layers", [], [])]
+    for name, value, default in wanted:
+        got = config.get(name, default)
+        if got != value and not (got is None and default is not None):
+            problems.append(f"{name} is {got!r}, supported is {value!r}")
+    if config.get("quantization_config"):
+        problems.append("quantization_config is set, quantized weights are not supported (use the bf16 checkpoint)")
+    kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    if kinds:
+        problems.append(f"layer_types has {kinds}, supported is 'full_attention'")
+    if shape.head_dim % 2:
+        problems.append(f"head_dim is {shape.head_dim}, rotary positions need an even one")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not (isinstance(token, int) and 0 <= token < shape.vocab):
+                problems.append(f"{name} {token!r} is outside the vocabulary of {shape.vocab}")
+    return problems
+
+
+def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
+    """The rotary base from either spelling (``rope_theta``, or ``rope_parameters`` of newer writers)."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        problems.append(f"rope_parameters is {parameters!r}, it must be an object")
+        parameters = {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        problems.append(f"rope scaling {kind!r} is not supported, only 'default'")
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        problems.append("partial_rotary_factor is not 1, partial rotary positions are not supported")
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        problems.append(f"rope_theta is {theta!r}, it must be a positive number")
+        return 0.0
+    return float(theta)

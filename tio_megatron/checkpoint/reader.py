@@ -1,0 +1,168 @@
+"""Reading an HF folder: one file or shards with an index, tensor by tensor, only the bytes asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
+from tio_megatron.checkpoint.digest import tensor_digest
+from tio_megatron.checkpoint.names import TensorSpec, tensor_table
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
+_SHOWN = 6
+
+
+class Checkpoint:
+    """An HF folder, checked when it is opened; tensors are read when asked for.
+
+    Use as a context manager, or call :meth:`close`.
+
+    Args:
+        path: folder with ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: the configuration is not covered, or files or tensors are missing, extra, or of another shape or dtype.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such folder; a checkpoint is an HF folder with config.json and *.safetensors")
+        self._open: dict[str, Any] = {}
+        self.config = CheckpointConfig.from_file(self.path / "config.json")
+        self.table: dict[str, TensorSpec] = tensor_table(self.config.shape)
+        self._files = self._locate()
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the safetensors files, sorted."""
+        return tuple(sorted(set(self._files.values())))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the dtype it is stored in.
+
+        Raises:
+            KeyError: the model has no such tensor.
+        """
+        return self.part(name)
+
+    def part(self, name: str, axis: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements ``[start, stop)`` along ``axis`` of a tensor; only their bytes are read when ``axis`` is 0."""
+        self.table[name]  # a KeyError here names the tensor, where safetensors would name only its file
+        handle = self._handle(self._files[name])
+        if axis is None:
+            whole: torch.Tensor = handle.get_tensor(name)
+            return whole
+        window = handle.get_slice(name)
+        part: torch.Tensor = window[start:stop] if axis == 0 else window[:, start:stop]
+        return part
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, in the order of the model, one in memory at a time."""
+        for name in self.table:
+            yield name, self.tensor(name)
+
+    def digests(self) -> dict[str, str]:
+        """The manifest: HF name -> digest of the whole tensor."""
+        return {name: tensor_digest(tensor) for name, tensor in self.tensors()}
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.path / file
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path}: no such file") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
+        return self._open[file]
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index or the single file."""
+        index = self.path / INDEX
+        if index.exists():
+            try:
+                files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index}: cannot be read as an index with a weight_map ({error!r})") from error
+            if not isinstance(files, dict) or any(not isinstance(f, str) or Path(f).name != f for f in files.values()):
+                raise CheckpointError(f"{index}: weight_map must map tensor names to file names in the same folder")
+            missing = sorted({f for f in files.values() if not (self.path / f).is_file()})
+            if missing:
+                raise CheckpointError(f"{self.path}: the index names {len(set(files.values()))} shards, missing are {_some(missing)}; copy them too")
+            return files
+        if not (self.path / SINGLE).is_file():
+            found = sorted(p.name for p in self.path.glob("*.bin"))
+            hint = f" (found {found[0]}: convert it to safetensors)" if found else ""
+            raise CheckpointError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
+        return {name: SINGLE for name in self._handle(SINGLE).keys()}
+
+    def _check(self) -> None:
+        found = set(self._files)
+        self._drop_tied_head(found)
+        problems = []
+        missing = [name for name in self.table if name not in found]
+        if missing:
+            problems.append(f"{len(missing)} tensors missing: {_some(missing)}")
+        extra = sorted(found - self.table.keys())
+        if extra:
+            problems.append(f"{len(extra)} tensors the model has no place for: {_some(extra)}")
+        wrong: list[str] = []
+        dtypes: dict[str, str] = {}
+        held = {file: set(self._handle(file).keys()) for file in self.files}
+        for name, spec in self.table.items():
+            if name not in found:
+                continue
+            if name not in held[self._files[name]]:
+                problems.append(f"{self._files[name]} lacks {name}, which the index places there")
+                continue
+            window = self._handle(self._files[name]).get_slice(name)
+            dtypes.setdefault(str(window.get_dtype()), name)
+            if tuple(window.get_shape()) != spec.shape:
+                wrong.append(f"{name} is {list(window.get_shape())}, config.json makes it {list(spec.shape)}")
+        if wrong:
+            problems.append(f"{len(wrong)} tensors of another shape: {_some(wrong)}")
+        expected = next(key for key, value in _DTYPES.items() if value == self.config.dtype)
+        other = [f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()) if dtype != expected]
+        if other:
+            problems.append(f"config.json says dtype {self.config.dtype}, but {_some(other)}")
+        if problems:
+            raise CheckpointError(f"{self.path}: " + "; ".join(problems))
+
+    def _drop_tied_head(self, found: set[str]) -> None:
+        """A tied model may store its head too, if it is the embedding's bytes."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.config.shape.tied or not {head, embedding} <= found:
+            return
+        ours, theirs = (self._handle(self._files[name]).get_tensor(name) for name in (head, embedding))
+        if tensor_digest(ours) == tensor_digest(theirs):
+            found.discard(head)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
