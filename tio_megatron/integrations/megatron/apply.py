@@ -1,0 +1,139 @@
+"""``tio_megatron.apply`` and ``tio_megatron.undo``: puts a contract in force in stock megatron-core."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tio_megatron.contract import Contract
+from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron.gradients import to_main_grad
+from tio_megatron.integrations.megatron.registry import SUPPORTED_MEGATRON, Installed, install
+from tio_megatron.layers import grads
+
+SUPPORTED_TORCH = "2.13.0"
+
+_installed: Installed | None = None
+
+
+class Applied:
+    """What :func:`apply` returns: a handle, also usable as a context manager.
+
+    As a context manager it undoes at the end of the block, unless an enclosing ``apply`` with the same contract was there before.
+    """
+
+    def __init__(self, session: state.Session, owner: bool) -> None:
+        self.session = session
+        self._owner = owner
+
+    @property
+    def contract(self) -> Contract:
+        """The contract in force."""
+        return self.session.contract
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._owner:
+            undo()
+
+
+def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, vocab_size: int | None = None) -> Applied:
+    """Make megatron-core in this process obey ``contract``. Build models after this call.
+
+    Args:
+        contract: a :class:`Contract`; or its fields as a mapping, as JSON text or as the path of a JSON file (which may also hold
+            ``vocab_size``); ``None`` for the default contract.
+        vocab_size: true vocabulary. Rows past it (a model's vocabulary is padded to divide by TP) never count and may hold NaN. When
+            it is not given, all rows of a model's vocabulary count.
+
+    Returns:
+        A handle; ``with apply(...):`` undoes at the end of the block. Applying the same again is harmless.
+
+    Raises:
+        ValueError: another contract is in force already, or the contract is not valid.
+        ImportError: torch or megatron-core has another version than the supported one (named), or a symbol has moved.
+    """
+    global _installed
+    session = read(contract, vocab_size)
+    current = state.session()
+    if current is not None:
+        if current == session:
+            return Applied(session, owner=False)
+        found = current.contract.differences(session.contract)
+        if current.vocab_size != session.vocab_size:
+            found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
+        raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
+    _check_versions()
+    from tio_megatron.integrations.megatron.patches import all_patches
+
+    _installed = install(all_patches())
+    grads.use(to_main_grad)
+    state.enter(session)
+    return Applied(session, owner=True)
+
+
+def undo() -> None:
+    """Restore every symbol of megatron-core. Harmless when nothing is applied.
+
+    Raises:
+        RuntimeError: somebody replaced one of our symbols after us.
+    """
+    global _installed
+    if _installed is not None:
+        _installed.undo()
+        _installed = None
+    grads.use(grads.to_autograd)
+    state.leave()
+
+
+def read(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_size: int | None = None) -> state.Session:
+    """The session that the arguments of :func:`apply` describe.
+
+    Raises:
+        ValueError: not valid, or the file does not exist.
+    """
+    if contract is None:
+        contract = Contract()
+    if isinstance(contract, str | Path) and not str(contract).lstrip().startswith("{"):
+        path = Path(contract)
+        if not path.is_file():
+            raise ValueError(f"contract: {path} is neither a JSON object nor a file")
+        contract = path.read_text()
+    if isinstance(contract, str):
+        try:
+            contract = json.loads(contract)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"contract: not JSON ({error})") from error
+    if isinstance(contract, Mapping):
+        fields = dict(contract)
+        inside = fields.pop("vocab_size", None)
+        if inside is not None and vocab_size is not None and inside != vocab_size:
+            raise ValueError(f"vocab_size is given twice: {inside} in the contract, {vocab_size} as argument")
+        vocab_size = inside if vocab_size is None else vocab_size
+        contract = Contract.from_json(json.dumps(fields))
+    if not isinstance(contract, Contract):
+        raise ValueError(f"contract: expected a Contract, a mapping, JSON or a path, got {type(contract).__name__}")
+    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+        raise ValueError(f"vocab_size must be a positive whole number, got {vocab_size!r}")
+    return state.Session(contract, vocab_size)
+
+
+def _check_versions() -> None:
+    """Another version may compute another function under the same names, so it is refused, not tried.
+
+    Raises:
+        ImportError: names what is installed and what is supported.
+    """
+    for package, supported in (("torch", SUPPORTED_TORCH), ("megatron-core", SUPPORTED_MEGATRON)):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ImportError(f"{package} is not installed; tio_megatron supports {package} {supported}") from error
+        if version.partition("+")[0] != supported:
+            raise ImportError(f"{package} {version} is installed; tio_megatron supports {package} {supported}")
