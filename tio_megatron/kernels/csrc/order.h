@@ -1,0 +1,42 @@
+// The order of one output element's sum, shared by every kernel with a product in it.
+//
+// The K terms are cut in `leaves` equal leaves, a leaf in chains of at most 256 terms from its start. Chains are summed by fma from
+// +0; the chains of a leaf are joined by the tree, then the leaves are. Chunks are visited in ascending k with a stack: push the
+// chain, then fold the two topmost values `merges` times (contract/tree.py: ReductionTree.merges).
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace tio {
+
+constexpr int kChain = 256;
+
+struct Chunk {
+  int64_t begin;  // first k
+  int length;     // terms, at most kChain
+  int depth;      // values on the stack before this chain is pushed
+  int merges;     // folds after it
+};
+
+// Folds after value i of a tree over n.
+inline int merges_after(int64_t i, int64_t n) { return i + 1 == n ? __builtin_popcountll(uint64_t(n - 1)) : __builtin_ctzll(uint64_t(i + 1)); }
+
+struct Order {
+  std::vector<Chunk> chunks;
+  int depth = 1;  // the stack's largest height
+
+  Order(int64_t terms, int64_t leaves) {
+    int64_t length = terms / leaves, chains = (length + kChain - 1) / kChain;
+    int height = 0;
+    for (int64_t leaf = 0; leaf < leaves; leaf++)
+      for (int64_t chain = 0; chain < chains; chain++) {
+        int merges = merges_after(chain, chains) + (chain + 1 == chains ? merges_after(leaf, leaves) : 0);
+        int64_t begin = chain * kChain;
+        chunks.push_back({leaf * length + begin, int(length - begin < kChain ? length - begin : kChain), height, merges});
+        depth = height + 1 > depth ? height + 1 : depth;
+        height += 1 - merges;
+      }
+  }
+};
+
+}  // namespace tio
