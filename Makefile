@@ -1,0 +1,127 @@
+# Two commands do everything on a fresh Debian or Ubuntu with Python 3.11 and g++: `make demo` and `make test`.
+# `make help` lists the rest; docs/environment.md lists the variables.
+#
+# How set-up stays right: every finished step leaves a stamp whose NAME holds a hash of what the step depends on, so make's own
+# "does the file exist" is the whole test. The stamp is the last thing a step writes, so a step that was interrupted has none and
+# is done again: wheels first (cached outside the checkout), then .venv from them, then the package built into .venv.
+
+PYTHON ?= python3.11
+VENV   ?= .venv
+LOCK   ?= requirements.lock
+CXX    ?= g++
+ARGS   ?=
+export CXX
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+hash     = $(shell { $(1); } 2>/dev/null | sha256sum | cut -c1-16)
+BIN      = $(VENV)/bin
+STAMPS  := $(VENV)/.tio
+WHEELS  := $(or $(TIO_WHEEL_CACHE),$(HOME)/.cache/tio_megatron/wheels)
+GB_FREE := 8
+BUILT_FROM := setup.py pyproject.toml tio_megatron/kernels/build.py $(sort $(wildcard tio_megatron/kernels/csrc/*))
+
+WHEELS_DONE  := $(WHEELS)/.complete-$(call hash,cat $(LOCK); uname -m)
+ENV_DONE     := $(STAMPS)/env-$(call hash,cat $(LOCK); echo $(abspath $(VENV)))
+PACKAGE_DONE := $(STAMPS)/package-$(call hash,cat $(BUILT_FROM); echo $(BUILT_FROM) $(CURDIR))
+
+define HELPERS
+say() { printf 'make: %s\n' "$$*" >&2; }
+die() { say "$$@"; exit 1; }
+need() {  # said before anything is downloaded
+    command -v $(firstword $(PYTHON)) >/dev/null || die "no '$(PYTHON)': install Python 3.11 (apt-get install python3.11 python3.11-venv) or say where it is: make PYTHON=/path/to/python3.11"
+    $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || die "'$(PYTHON)' is not a working Python 3.11, the version that $(LOCK) is made for: make PYTHON=/path/to/python3.11"
+    $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || die "'$(PYTHON)' cannot make environments: apt-get install python3.11-venv"
+    command -v $(firstword $(CXX)) >/dev/null || die "no C++ compiler '$(CXX)': apt-get install g++, or name another with make CXX=..."
+}
+need_disk() {  # folder
+    free=$$(df -Pk "$$1" | awk 'NR == 2 { print int($$4 / 1048576) }')
+    [ "$$free" -ge $(GB_FREE) ] || die "$$free GB free at $$1 and $(GB_FREE) GB needed: make room, or choose other places with make VENV=DIR and TIO_WHEEL_CACHE=DIR"
+}
+fetch() {  # arguments of pip download; new wheels appear in the cache whole or not at all
+    new=$$(mktemp -d "$(WHEELS)/.new.XXXXXX"); trap 'rm -rf "$$new"' EXIT
+    $(BIN)/python -m pip download $(if $(CI),-qq) --disable-pip-version-check --no-cache-dir --only-binary :all: --find-links "$(WHEELS)" --dest "$$new" "$$@"
+    mv -f "$$new"/*.whl "$(WHEELS)/"
+    rmdir "$$new"
+}
+install() {  # arguments of pip install; from the cache alone
+    $(BIN)/python -m pip install -q --disable-pip-version-check --no-index --find-links "$(WHEELS)" "$$@"
+}
+endef
+
+.PHONY: help setup demo test test-full check bench clean distclean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
+	echo 'Variables: ARGS (passed on), PYTHON, CXX, VENV, TIO_WHEEL_CACHE. Example: make test ARGS="-k tree"'
+
+setup: $(PACKAGE_DONE)  ## make .venv with the locked dependencies and the package, built (the others call it)
+
+demo: setup  ## the main job: Megatron and vLLM in many layouts, logdiff 0 in each (ARGS=--quick: within 2 minutes)
+	@PYTHON='$(BIN)/python' bash launch/qwen3_moe.sh $(ARGS)
+
+test: setup  ## the tests that CI runs
+	@$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+test-full: setup  ## all tests, the slow ones too
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## ruff, mypy and the tests
+	@$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+bench: setup  ## the benchmarks, against the stock packages
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove what was built and measured; .venv and the wheels stay
+	@rm -rf build dist out ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/package-*
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -prune -o -name '*.so' \) -print0 | xargs -0 rm -rf
+
+distclean: clean  ## remove .venv too; the wheels stay
+	@if [ -d $(STAMPS) ]; then rm -rf $(VENV); fi
+
+$(ENV_DONE):
+	@$(HELPERS)
+	exec 9< $(firstword $(MAKEFILE_LIST)); flock 9  # two makes in one checkout: the second waits, then finds the work done
+	[ -e '$@' ] && exit 0
+	need
+	mkdir -p "$$(dirname $(VENV))"
+	need_disk "$$(dirname $(VENV))"
+	if [ -e $(VENV) ]; then
+	    [ -d $(STAMPS) ] || die "'$(VENV)' was not made by this Makefile: move it away, or choose another place with make VENV=DIR"
+	    say "making $(VENV) anew: it is unfinished, was moved, or belongs to another $(LOCK)"
+	    rm -rf $(VENV)
+	fi
+	mkdir -p $(STAMPS)
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p "$(WHEELS)"
+	exec 8< "$(WHEELS)"; flock 8  # the cache is shared by all checkouts
+	rm -rf "$(WHEELS)"/.new.*
+	if [ ! -e "$(WHEELS_DONE)" ]; then
+	    need_disk "$(WHEELS)"
+	    say "downloading the wheels named in $(LOCK), once, to $(WHEELS)"
+	    torch=$$(grep -E '^torch==' $(LOCK) || true)
+	    [ -z "$$torch" ] || fetch --constraint $(LOCK) "$$torch"
+	    fetch --no-deps --requirement $(LOCK)
+	    touch "$(WHEELS_DONE)"
+	fi
+	say "installing them into $(VENV), a minute or three"
+	torch=$$(grep -E '^torch==' $(LOCK) || true)
+	[ -z "$$torch" ] || install --constraint $(LOCK) "$$torch"
+	install --no-deps --requirement $(LOCK)
+	touch '$@'
+
+$(PACKAGE_DONE): $(ENV_DONE)
+	@$(HELPERS)
+	exec 9< $(firstword $(MAKEFILE_LIST)); flock 9
+	[ -e '$@' ] && exit 0
+	need
+	say "building tio_megatron into $(VENV)"
+	install --no-deps --no-build-isolation --editable .
+	rm -f $(STAMPS)/package-*
+	touch '$@'
