@@ -1,0 +1,110 @@
+"""Says what a sum between ranks does, without doing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tio_megatron.collectives import plan, wire
+from tio_megatron.collectives.choose import schedule_for, switch_bytes
+from tio_megatron.collectives.reduce import cut
+from tio_megatron.contract import ReductionTree
+
+
+def bytes_sent(
+    size: int, elements: int, *, schedule: str = "auto", out_dtype: torch.dtype = torch.float32, rank: int | None = None, scattered: bool = False
+) -> int:
+    """Payload bytes one rank sends in an all-reduce of ``elements`` fp32 numbers over ``size`` ranks (``scattered``: a reduce-scatter).
+
+    Args:
+        size: ranks.
+        elements: fp32 numbers per rank.
+        schedule: as in :func:`~tio_megatron.collectives.all_reduce`.
+        out_dtype: finished pieces travel in it.
+        rank: which rank; the busiest by default.
+        scattered: equal pieces stay at their owners.
+
+    >>> bytes_sent(4, 1 << 20, schedule="scatter") == 2 * (4 << 20) * 3 // 4
+    True
+    >>> bytes_sent(4, 1 << 20, schedule="doubling") == 2 * (4 << 20)
+    True
+    """
+    schedule = schedule_for(schedule, 4 * elements, scattered=scattered)
+    ranks = range(size) if rank is None else (rank,)
+    plans = [plan.make(schedule, plan.rank_order(size), size, r, not scattered, out_dtype == torch.float32) for r in ranks]
+    return max(p.sent(cut(elements, size) if p.cut else [elements], out_dtype.itemsize) for p in plans)
+
+
+def explain(
+    group_or_size: wire.Group | int, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, out_dtype: torch.dtype | None = None, schedule: str = "auto"
+) -> str:
+    """Schedule, hops, bytes and order of ``all_reduce`` of a tensor of ``shape``, and what a vendor's ring would do instead.
+
+    Args:
+        group_or_size: a process group, None, or a number of ranks.
+        shape: of the tensor on every rank.
+        dtype: of the tensor; sums are fp32 only.
+        out_dtype: as in :func:`~tio_megatron.collectives.all_reduce`.
+        schedule: as in :func:`~tio_megatron.collectives.all_reduce`.
+
+    Raises:
+        ValueError: ``dtype`` is not fp32, an unknown schedule, a size below 1.
+
+    >>> print(explain(4, [64, 64]))
+    all_reduce of [64, 64] float32 (16.0 KiB a rank) over 4 ranks
+    schedule: doubling (auto: up to 2.0 MiB doubling, above scatter)
+    hops: 2
+    bytes sent: at most 32.0 KiB a rank, 128.0 KiB together
+    scratch: 32.0 KiB a rank besides the result
+    order: ((0+1)+(2+3)) for every element, by every schedule, at every size
+    a vendor's ring: piece 0 (((1+2)+3)+0), piece 1 (((2+3)+0)+1), piece 2 (((3+0)+1)+2), piece 3 (((0+1)+2)+3)
+      its order moves with the piece, so with message size, number of ranks and rank
+    """
+    if dtype != torch.float32:
+        raise ValueError(f"explain: sums between ranks are fp32 only, got {dtype}; pass out_dtype for what the root is rounded to")
+    size = group_or_size if isinstance(group_or_size, int) else wire.place(group_or_size)[1]
+    if size < 1:
+        raise ValueError(f"explain: a group has at least one rank, got {size}")
+    out = torch.float32 if out_dtype is None else out_dtype
+    elements = math.prod(shape)
+    chosen = schedule_for(schedule, 4 * elements)
+    plans = [plan.make(chosen, plan.rank_order(size), size, rank, True, out == torch.float32) for rank in range(size)]
+    lengths = cut(elements, size) if plans[0].cut else [elements]
+    sent = [p.sent(lengths, out.itemsize) for p in plans]
+    why = f" (auto: up to {_size(switch_bytes())} doubling, above scatter)" if schedule == "auto" else ""
+    rounded = "" if out == torch.float32 else f", rounded once to {_name(out)} at the root"
+    lines = [
+        f"all_reduce of {list(shape)} float32 ({_size(4 * elements)} a rank) over {size} {'rank' if size == 1 else 'ranks'}",
+        f"schedule: {chosen}{why}" if size > 1 else "schedule: none, the tensor is returned as it is",
+        f"hops: {max(p.hops for p in plans)}",
+        f"bytes sent: at most {_size(max(sent))} a rank, {_size(sum(sent))} together",
+        f"scratch: {_size(max(p.slots for p in plans) * max(lengths) * 4)} a rank besides the result",
+        f"order: {ReductionTree(size)} for every element, by every schedule, at every size{rounded}",
+    ]
+    if size > 1:
+        pieces = ", ".join(f"piece {p} {_walk([(p + 1 + i) % size for i in range(size)])}" for p in range(min(size, 4)))
+        more = ", ..." if size > 4 else ""
+        lines.append(f"a vendor's ring: {pieces}{more}")
+        commute = "two terms commute: its order shows from 3 ranks on"
+        lines.append("  " + (commute if size == 2 else "its order moves with the piece, so with message size, number of ranks and rank"))
+    return "\n".join(lines)
+
+
+def _walk(ranks: Sequence[int]) -> str:
+    text = str(ranks[0])
+    for rank in ranks[1:]:
+        text = f"({text}+{rank})"
+    return text
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
