@@ -89,11 +89,15 @@ def rank_order(size: int) -> Owned:
 
 
 def check_owned(owned: Owned, leaves: int) -> None:
-    """Refuse nodes that overlap, or that leave a leaf out.
+    """Refuse nodes that overlap, that hold no leaf, or that leave a leaf out.
 
     Raises:
         ValueError: names the leaves.
     """
+    for rank, nodes in enumerate(owned):
+        absent = [str(node) for node in nodes if node.start >= leaves]
+        if absent:
+            raise ValueError(f"rank {rank} holds {', '.join(absent)}, which has no leaf: the tree has {leaves}")
     ReductionTree(leaves).combine(({node: None for node in nodes} for nodes in owned), add=lambda a, b: None)
 
 

@@ -100,7 +100,7 @@ class ReductionTree:
         """The maximal aligned nodes inside the leaves ``[lo, hi)``, ascending. Empty for an empty range.
 
         A range that reaches the last leaf also owns the absent leaves behind it, so the last of several equal runs is one
-        node whenever the others are.
+        node whenever the others are. A node without any present leaf is left out.
 
         Raises:
             ValueError: the range is not inside the tree.
@@ -109,6 +109,8 @@ class ReductionTree:
         ['2:4', '4:8']
         >>> [str(node) for node in ReductionTree(6).frontier(4, 6)]
         ['4:8']
+        >>> [str(node) for node in ReductionTree(6).frontier(5, 6)]
+        ['5']
         """
         if not 0 <= lo <= hi <= self.leaves:
             raise ValueError(f"leaves [{lo}, {hi}) are not inside a tree of {self.leaves}")
@@ -116,7 +118,7 @@ class ReductionTree:
             return ()
         stop = self.width if hi == self.leaves else hi
         nodes = []
-        while lo < stop:
+        while lo < min(stop, self.leaves):
             size = lo & -lo if lo else self.width
             while lo + size > stop:
                 size >>= 1
