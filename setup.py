@@ -60,7 +60,7 @@ setup(
     packages=find_packages(include=["tio_megatron", "tio_megatron.*"], exclude=["tio_megatron.collectives*"])
     + ["tio_megatron.collectives", *(f"tio_megatron.collectives.{name}" for name in find_packages("collectives"))],
     package_dir={"tio_megatron.collectives": "collectives"},
-    ext_modules=[Extension("tio_megatron.kernels._tio_cpu", sources)] if sources else [],
+    ext_modules=[Extension("tio_megatron.kernels._tio_cpu", sources)],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     entry_points={"vllm.general_plugins": ["tio_megatron = tio_megatron.integrations.vllm.plugin:register"]},
     install_requires=["numpy"],

@@ -1,0 +1,132 @@
+"""launch/qwen3_moe.sh is both shell and Python: every way of starting it reaches the job's main(argv), and its exit status comes back.
+
+The job itself is a stand-in that prints what reached it, so that only the launching is tested.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = '''
+import json, multiprocessing, os
+
+def child(queue):
+    queue.put("child")
+
+def main(argv):
+    seen = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    if "--spawn" in argv:  # a spawned child reads the launch script again, under another name: it must not start a second job
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        seen["spawned"] = queue.get(timeout=60)
+        process.join()
+    with open(os.path.join(os.environ["SEEN"], f"rank{seen['RANK']}.json"), "x") as file:
+        json.dump({"argv": argv, "cwd": os.getcwd(), **seen}, file)
+    return int(argv[argv.index("--exit") + 1]) if "--exit" in argv else None
+'''
+
+
+class Checkout:
+    """A folder with the real launch script and the stand-in job."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.script = str(root / "launch" / "qwen3_moe.sh")
+        self.seen = root / "seen"
+        self.away = root / "somewhere else"
+        for folder in (self.away, self.seen, root / "launch", root / "examples" / "qwen3_moe"):
+            folder.mkdir(parents=True)
+        shutil.copy(ROOT / "launch" / "qwen3_moe.sh", self.script)
+        (root / "examples" / "qwen3_moe" / "main.py").write_text(JOB)
+
+    def run(self, *command: str, **extra: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
+        """The finished command, and what each rank saw, by rank."""
+        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "NPROC_PER_NODE", "PYTHON")
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        environment.update(SEEN=str(self.seen), **extra)
+        done = subprocess.run(command, cwd=self.away, env=environment, capture_output=True, text=True, timeout=120)
+        files = sorted(self.seen.glob("rank*.json"))
+        seen = [json.loads(file.read_text()) for file in files]
+        for file in files:
+            file.unlink()
+        return done, seen
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_the_file_can_be_executed() -> None:
+    assert os.access(ROOT / "launch" / "qwen3_moe.sh", os.X_OK)
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_help_starts_no_torchrun(checkout: Checkout, shell: str) -> None:
+    done, seen = checkout.run(shell, checkout.script, "--help", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert [rank["RANK"] for rank in seen] == [None]
+    assert seen[0]["argv"] == ["--help"] and seen[0]["cwd"] == str(checkout.away)
+
+
+def test_shell_starts_the_ranks_of_the_layout_and_hands_the_exit_status_on(checkout: Checkout) -> None:
+    arguments = ["--tp", "2", "--expert-model-parallel-size=2", "a b", "--exit", "2"]
+    done, seen = checkout.run("bash", checkout.script, *arguments, PYTHON=sys.executable)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [(rank["RANK"], rank["WORLD_SIZE"], rank["OMP_NUM_THREADS"]) for rank in seen] == [("0", "2", "1"), ("1", "2", "1")]
+    assert all(rank["argv"] == arguments and rank["cwd"] == str(checkout.away) for rank in seen)
+
+
+def test_shell_takes_the_checkouts_own_environment_by_a_link_too(checkout: Checkout) -> None:
+    bin_folder = checkout.root / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (bin_folder / "python").chmod(0o755)
+    (checkout.away / "link").symlink_to(checkout.script)
+    done, seen = checkout.run("bash", "link", "--spawn")
+    assert done.returncode == 0, done.stderr
+    assert [(rank["WORLD_SIZE"], rank["OMP_NUM_THREADS"], rank["spawned"]) for rank in seen] == [("1", None, "child")]
+
+
+def test_torchrun_runs_the_file_with_python(checkout: Checkout) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done, seen = checkout.run(*torchrun, "--nproc-per-node", "2", checkout.script, "--tp", "2", "--ep", "2")
+    assert done.returncode == 0, done.stderr
+    assert [(rank["RANK"], rank["WORLD_SIZE"]) for rank in seen] == [("0", "2"), ("1", "2")]
+    assert all(rank["argv"] == ["--tp", "2", "--ep", "2"] for rank in seen)
+
+
+def test_a_python_without_torch_is_one_line(checkout: Checkout, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    done, seen = checkout.run("bash", checkout.script, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
+    assert done.returncode == 2 and not seen
+    assert done.stderr.count("\n") == 1 and "has no torch" in done.stderr and "make setup" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ("", 1),
+        ("--tp 4", 4),
+        ("--tp 2 --ep 2", 2),
+        ("--tp 2 --ep 2 --etp 2", 4),
+        ("--tp=2 --pp 2 --ep 4", 8),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 2", 4),
+        ("--tp 3 --ep 2", 6),
+        ("--tp many", 1),
+        ("--tp 0", 1),
+    ],
+)
+def test_ranks_of_a_layout(arguments: str, ranks: int) -> None:
+    program = {"__name__": "launch", "__file__": str(ROOT / "launch" / "qwen3_moe.sh")}
+    exec(compile((ROOT / "launch" / "qwen3_moe.sh").read_text(), "qwen3_moe.sh", "exec"), program)
+    assert program["ranks"](arguments.split()) == ranks
