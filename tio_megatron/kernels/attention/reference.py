@@ -73,7 +73,9 @@ def _one_group(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_block: int, dty
     return (acc / total.unsqueeze(-1)).to(dtype), top + m.log(total)
 
 
-def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, cu_q: Tensor, cu_k: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """``dq, dk, dv`` in the types of q, k, v.
 
     Per row and head: delta = fma chain over D of do * o. Per key: p = exp(s - lse), ds = p * (fma chain of do * v - delta).

@@ -23,7 +23,17 @@ EXP = tuple(map(float.fromhex, ("0x1.9df7f6p-13", "0x1.6d4cdap-10", "0x1.111310p
 LOG = tuple(
     map(
         float.fromhex,
-        ("0x1.1484e8p-4", "-0x1.de1004p-4", "0x1.e6c03ep-4", "-0x1.fc26acp-4", "0x1.233b78p-3", "-0x1.555c4ep-3", "0x1.99a478p-3", "-0x1.000006p-2", "0x1.555548p-2"),
+        (
+            "0x1.1484e8p-4",
+            "-0x1.de1004p-4",
+            "0x1.e6c03ep-4",
+            "-0x1.fc26acp-4",
+            "0x1.233b78p-3",
+            "-0x1.555c4ep-3",
+            "0x1.99a478p-3",
+            "-0x1.000006p-2",
+            "0x1.555548p-2",
+        ),
     )
 )
 """log(1 + f) = f - f^2 / 2 + f^3 * poly(f) for 1 + f between sqrt(1/2) and sqrt(2); highest power first."""

@@ -1,7 +1,7 @@
 """RMSNorm, defined. ``H`` is the normalised axis; everything is fp32 between reading and the one rounding at the end.
 
-    mean = (sum of x * x) / H        sum: chains of 256 joined by the tree
-    y    = round((x * inv) * w)      inv = 1 / sqrt(mean + eps), each step correctly rounded
+mean = (sum of x * x) / H        sum: chains of 256 joined by the tree
+y    = round((x * inv) * w)      inv = 1 / sqrt(mean + eps), each step correctly rounded
 """
 
 from __future__ import annotations
