@@ -1,0 +1,63 @@
+"""Sums in the contract's order with plain torch: what every reference is made of. Slow, exact, the same on any machine.
+
+Fused multiply-add is one rounding of ``a * b + c``. torch has none, so it is built here: the product of two fp32 numbers is exact in
+float64; the sum's own rounding error is recovered (TwoSum) and folded into the last bit (round to odd), after which rounding to
+fp32 gives what one rounding of the exact value would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tio_megatron.contract import ReductionTree
+
+CHAIN = 256
+"""Terms of one fused multiply-add chain."""
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` of fp32 tensors (broadcast) with one rounding, subnormals and signed zeros included.
+
+    >>> a = torch.tensor([1 + 2.0**-12]); fma(a, a, torch.tensor([-1.0 - 2.0**-11])).item() == 2.0**-24
+    True
+    """
+    product = a.double() * b.double()
+    addend = c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    inexact = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    outward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact, bits + outward, bits).view(torch.float64).float()
+
+
+def chain_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last axis of ``a * b``: one fma chain from +0, ascending. Leading axes broadcast."""
+    a, b = a.float(), b.float()
+    total = torch.zeros(torch.broadcast_shapes(a.shape[:-1], b.shape[:-1]), dtype=torch.float32)
+    for k in range(a.shape[-1]):
+        total = fma(a[..., k], b[..., k], total)
+    return total
+
+
+def chain_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis: additions from +0, ascending."""
+    total = torch.zeros(x.shape[:-1], dtype=torch.float32)
+    for k in range(x.shape[-1]):
+        total = total + x[..., k]
+    return total
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """Sum over the first axis by :class:`ReductionTree`."""
+    return ReductionTree(parts.shape[0]).reduce(list(parts))
+
+
+def leaf_dot(a: Tensor, b: Tensor, chain: Callable[[Tensor, Tensor], Tensor] = chain_dot) -> Tensor:
+    """Sum over the last axis of ``a * b`` in the order inside one leaf: chains of 256, joined by the tree."""
+    a, b = torch.broadcast_tensors(a, b)
+    return tree_sum(torch.stack([chain(x, y) for x, y in zip(a.split(CHAIN, -1), b.split(CHAIN, -1), strict=True)]))

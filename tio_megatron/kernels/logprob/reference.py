@@ -1,0 +1,58 @@
+"""Log-softmax over a vocabulary, defined: exact maximum, the sum of exponentials by the vocabulary's tree, two roundings at the end.
+
+``T`` tokens, ``V`` columns (of a shard: its own), ``F`` nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tio_megatron.contract import VocabOrder
+from tio_megatron.contract.tree import ABSENT
+from tio_megatron.kernels.exact import chain_sum
+from tio_megatron.kernels.math import reference as m
+
+
+def vocab_max(logits: Tensor, true_cols: int) -> Tensor:
+    """Largest of the first ``true_cols`` columns, NaN not counted (-inf when nothing is left); a zero is +0."""
+    if true_cols == 0:
+        return torch.full(logits.shape[:1], float("-inf"))
+    true = logits[:, :true_cols]
+    return torch.where(true.isnan(), float("-inf"), true).amax(-1) + 0.0
+
+
+def vocab_sumexp(logits: Tensor, top: Tensor, order: VocabOrder, lo: int, hi: int) -> Tensor:
+    """``[F, T]``: the nodes of the rank that holds the vocabulary's rows ``[lo, hi)``; columns past the true vocabulary are never read."""
+    leaves = torch.full((order.tree.leaves, logits.shape[0]), ABSENT)
+    for start in range(lo, min(hi, order.vocab), order.block):
+        stop = min(start + order.block, order.vocab)
+        leaves[order.leaf(start)] = chain_sum(m.exp(logits[:, start - lo : stop - lo] - top.unsqueeze(-1)))
+    out = []
+    for node in order.frontier(lo, hi):
+        part = leaves[node.start : node.stop]
+        while part.shape[0] > 1:
+            part = part[0::2] + part[1::2]
+        out.append(part[0])
+    return torch.stack(out) if out else torch.empty(0, logits.shape[0])
+
+
+def gather_logprob(x: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    """``(x - max) - log(sum)``."""
+    return (x - top) - m.log(total)
+
+
+def log_softmax(logits: Tensor, order: VocabOrder) -> Tensor:
+    """``[T, V]`` fp32 of whole rows."""
+    top = vocab_max(logits, order.vocab)
+    total = vocab_sumexp(logits, top, order, 0, order.padded)[0]
+    return gather_logprob(logits[:, : order.vocab], top.unsqueeze(-1), total.unsqueeze(-1))
+
+
+def logprob_backward(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, target: Tensor, true_cols: int) -> Tensor:
+    """``dlogits[T, V]`` = d * (onehot - exp(x - max) / sum); +0 past ``true_cols``. ``target`` is local, negative where it is elsewhere."""
+    out = torch.zeros_like(logits)
+    p = m.exp(logits[:, :true_cols] - top.unsqueeze(-1)) / total.unsqueeze(-1)
+    hot = target.unsqueeze(-1) == torch.arange(true_cols)
+    out[:, :true_cols] = d.unsqueeze(-1) * (hot.float() - p)
+    return out
