@@ -124,6 +124,18 @@ def vocab_logits(x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, *, gr
     return _Logits.apply(x, weight, shard, group, sequence_parallel)
 
 
+def at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """fp32 ``logits`` divided by the temperature (rounded to fp32 once): one rounding, before the maximum is taken.
+
+    Raises:
+        ValueError: the temperature is not a positive finite number.
+    """
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be a positive finite number, got {temperature}")
+    # A tensor, not a number: by a number some devices multiply with the reciprocal.
+    return logits if temperature == 1 else logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+
+
 def vocab_logprob(logits: torch.Tensor, target: torch.Tensor, shard: VocabShard, *, group: Group = None) -> torch.Tensor:
     """The log-probability of each target, with the exact maximum and the contract's sum over the true vocabulary.
 

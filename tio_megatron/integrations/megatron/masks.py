@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-_accepted: weakref.WeakKeyDictionary[torch.Tensor, int] = weakref.WeakKeyDictionary()
+_accepted = WeakIdKeyDictionary()
 """Masks already looked at, with their version: every layer is given the same one."""
 
 

@@ -21,7 +21,9 @@ GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 def all_patches() -> list[Patch]:
     """Every patch, dense and mixture-of-experts."""
     return [
-        Patch(f"{GPT}.__init__", build_ordered, why="the one place every model passes, whatever spec and imports its author used", stock="the model's own code"),
+        Patch(
+            f"{GPT}.__init__", build_ordered, why="the one place every model passes, whatever spec and imports its author used", stock="the model's own code"
+        ),
         Patch(f"{GPT}.forward", run_ordered, why="a model built before apply() would compute half of the sums in stock's order", stock="the forward pass"),
         Patch(
             "megatron.core.transformer.attention:apply_rotary_pos_emb",

@@ -25,7 +25,7 @@ class Rule:
     def broken_by(self, source: Any) -> str | None:
         """One line when ``source`` (a config, or the arguments of a model) breaks the rule."""
         value = source.get(self.option, self.works[0]) if isinstance(source, Mapping) else getattr(source, self.option, self.works[0])
-        if any(value is work or (type(value) is type(work) and value == work) or (work == 0 and value == 0 and not callable(value)) for work in self.works):
+        if any(value is work or value == work for work in self.works):
             return None
         return f"{self.option}={_name(value)}: {self.why}; {' or '.join(_name(work) for work in self.works)} would work"
 
