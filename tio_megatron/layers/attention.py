@@ -1,6 +1,6 @@
 """Causal attention of whole sequences, in a batch or packed; differentiable.
 
-Legend: ``S`` tokens of a sequence, ``B`` batch, ``T`` packed tokens, ``Q`` query heads, ``G`` key/value heads (each for ``Q / G`` query heads), ``D`` head size.
+Legend: ``S`` tokens of a sequence, ``B`` batch, ``T`` packed tokens, ``Q`` query heads, ``G`` key/value heads, ``D`` head size.
 """
 
 from __future__ import annotations

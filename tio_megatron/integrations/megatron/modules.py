@@ -6,16 +6,20 @@ run with half of the sums stock's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import masks, state
@@ -132,8 +136,25 @@ class OrderedCoreAttention(MegatronModule):
         return attention(query, key, value, scale=self.scale, cu_seqlens=starts).flatten(-2)
 
 
-class OrderedSelfAttention(SelfAttention):
-    """Stock self-attention around our products, norms, rotation and core."""
+@dataclass(frozen=True)
+class Part:
+    """What ``build_module`` needs of a spec. Not a ``ModuleSpec``: stock's layer warns of specs whose module it does not know."""
+
+    module: type
+    submodules: Any
+    params: dict[str, Any]
+
+
+class OrderedTransformerLayer(TransformerLayer):
+    """Stock's layer. Only hands its process groups to our MLP or expert layer, which stock does for its own classes alone."""
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        mlp = submodules.mlp
+        if isinstance(mlp, ModuleSpec):
+            groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+            group = {"pg_collection": groups} if issubclass(mlp.module, MoELayer) else {"tp_group": groups.tp}
+            submodules = replace(submodules, mlp=Part(mlp.module, mlp.submodules, mlp.params | group))
+        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
 
 
 class OrderedMLP(MLP):

@@ -73,7 +73,7 @@ def convert(
 
 
 def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    if not (isinstance(spec.module, type) and issubclass(spec.module, TransformerLayer)):
+    if spec.module not in (TransformerLayer, modules.OrderedTransformerLayer):
         raise _unknown(spec.module, "layer")
     parts = spec.submodules
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
@@ -86,11 +86,11 @@ def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
         self_attention=_attention(parts.self_attention),
         mlp=_mlp(parts.mlp, config),
     )
-    return replace(spec, submodules=ours)
+    return replace(spec, module=modules.OrderedTransformerLayer, submodules=ours)
 
 
 def _attention(spec: ModuleSpec) -> ModuleSpec:
-    if spec.module not in (SelfAttention, modules.OrderedSelfAttention):
+    if spec.module is not SelfAttention:
         raise _unknown(spec.module, "self_attention")
     parts = spec.submodules
     ours = replace(
@@ -101,7 +101,7 @@ def _attention(spec: ModuleSpec) -> ModuleSpec:
         q_layernorm=_part(parts.q_layernorm, "q_layernorm"),
         k_layernorm=_part(parts.k_layernorm, "k_layernorm"),
     )
-    return replace(spec, module=modules.OrderedSelfAttention, submodules=ours)
+    return replace(spec, submodules=ours)
 
 
 def _mlp(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
