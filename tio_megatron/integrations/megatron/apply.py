@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.gradients import to_main_grad
 from tio_megatron.integrations.megatron.registry import SUPPORTED_MEGATRON, Installed, install
@@ -26,7 +26,7 @@ class Applied:
     As a context manager it undoes at the end of the block, unless an enclosing ``apply`` with the same contract was there before.
     """
 
-    def __init__(self, session: state.Session, owner: bool) -> None:
+    def __init__(self, session: Setting, owner: bool) -> None:
         self.session = session
         self._owner = owner
 
@@ -47,8 +47,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     """Make megatron-core in this process obey ``contract``. Build models after this call.
 
     Args:
-        contract: a :class:`Contract`; or its fields as a mapping, as JSON text or as the path of a JSON file (which may also hold
-            ``vocab_size``); ``None`` for the default contract.
+        contract: anything that :func:`tio_megatron.contract.environment.read` reads; ``None`` for the default contract.
         vocab_size: true vocabulary. Rows past it (a model's vocabulary is padded to divide by TP) never count and may hold NaN. When
             it is not given, all rows of a model's vocabulary count.
 
@@ -60,7 +59,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
         ImportError: torch or megatron-core has another version than the supported one (named), or a symbol has moved.
     """
     global _installed
-    session = read(contract, vocab_size)
+    session = _setting(contract, vocab_size)
     current = state.session()
     if current is not None:
         if current == session:
@@ -92,36 +91,15 @@ def undo() -> None:
     state.leave()
 
 
-def read(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_size: int | None = None) -> state.Session:
-    """The session that the arguments of :func:`apply` describe.
-
-    Raises:
-        ValueError: not valid, or the file does not exist.
-    """
-    if contract is None:
-        contract = Contract()
-    if isinstance(contract, str | Path) and not str(contract).lstrip().startswith("{"):
-        path = Path(contract)
-        if not path.is_file():
-            raise ValueError(f"contract: {path} is neither a JSON object nor a file")
-        contract = path.read_text()
-    if isinstance(contract, str):
-        try:
-            contract = json.loads(contract)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"contract: not JSON ({error})") from error
-    if isinstance(contract, Mapping):
-        fields = dict(contract)
-        inside = fields.pop("vocab_size", None)
-        if inside is not None and vocab_size is not None and inside != vocab_size:
-            raise ValueError(f"vocab_size is given twice: {inside} in the contract, {vocab_size} as argument")
-        vocab_size = inside if vocab_size is None else vocab_size
-        contract = Contract.from_json(json.dumps(fields))
-    if not isinstance(contract, Contract):
-        raise ValueError(f"contract: expected a Contract, a mapping, JSON or a path, got {type(contract).__name__}")
-    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+def _setting(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_size: int | None) -> Setting:
+    setting = read(contract)
+    if vocab_size is None or vocab_size == setting.vocab_size:
+        return setting
+    if setting.vocab_size is not None:
+        raise ValueError(f"vocab_size is given twice: {setting.vocab_size} in the contract, {vocab_size} as argument")
+    if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"vocab_size must be a positive whole number, got {vocab_size!r}")
-    return state.Session(contract, vocab_size)
+    return Setting(setting.contract, vocab_size)
 
 
 def _check_versions() -> None:

@@ -32,6 +32,7 @@ class Patch:
         why: why this symbol is the place.
         stock: what stays stock around it.
         may_be_absent: the symbol need not exist; undo then deletes it. ``build`` is given ``None``.
+        supported: the package and release that has the symbol there.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Patch:
     why: str
     stock: str = ""
     may_be_absent: bool = False
+    supported: str = f"megatron-core {SUPPORTED_MEGATRON}"
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds the symbol, and the symbol's last name.
@@ -59,7 +61,7 @@ class Patch:
         return owner, name
 
     def _moved(self, what: str) -> str:
-        return f"{self.target} is not there ({what}): tio_megatron supports megatron-core {SUPPORTED_MEGATRON}; install that version"
+        return f"{self.target} is not there ({what}): tio_megatron supports {self.supported}; install that version"
 
 
 @dataclass

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import Setting
+
+_session: Setting | None = None
 
 
-@dataclass(frozen=True)
-class Session:
-    """One application of a contract.
+def session() -> Setting | None:
+    """The setting in force (contract and true vocabulary), or ``None`` outside :func:`tio_megatron.apply`.
 
-    ``vocab_size`` is the true vocabulary (rows past it are padding and never count); ``None`` means that every row of a model's
-    vocabulary counts.
+    ``vocab_size`` is the true vocabulary: rows past it are padding and never count; ``None`` means that every row counts.
     """
-
-    contract: Contract
-    vocab_size: int | None = None
-
-
-_session: Session | None = None
-
-
-def session() -> Session | None:
-    """The session in force, or ``None`` outside :func:`tio_megatron.apply`."""
     return _session
 
 
@@ -38,7 +27,7 @@ def active() -> Contract:
     return _session.contract
 
 
-def enter(new: Session) -> None:
+def enter(new: Setting) -> None:
     """Put ``new`` in force. Only :mod:`.apply` calls this."""
     global _session
     _session = new

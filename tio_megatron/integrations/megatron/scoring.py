@@ -1,0 +1,176 @@
+"""Log-probabilities of given tokens from a megatron-core model, in any layout. Feeds the model and cuts its answer; arithmetic is in ``layers``.
+
+Legend: ``n`` tokens of a sequence, ``V`` true vocabulary, ``S`` common padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from tio_megatron.integrations.megatron.modules import vocab_shard
+from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_logprob, vocab_logprob_rows
+
+
+@dataclass
+class Scores:
+    """What :func:`token_logprobs` returns, one entry per sequence.
+
+    ``logprobs[i]`` is ``[n - 1]`` fp32: entry ``t`` is the log-probability of token ``t + 1`` after tokens ``0 .. t``. ``rows[i]`` is
+    ``[positions, V]`` fp32: the whole distribution after the asked positions (empty without ``rows``).
+    """
+
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """One forward pass: the model's input, and where each sequence lies in it."""
+
+    tokens: torch.Tensor
+    places: list[tuple[int, int, int]]
+    """Per sequence: its row, its first column and its number of tokens."""
+    packed: PackedSeqParams | None = None
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: Any,
+    sequences: Sequence[Sequence[int] | torch.Tensor],
+    *,
+    temperature: float = 1.0,
+    rows: Sequence[Sequence[int]] | None = None,
+    packed: bool = False,
+    batch: int | None = None,
+) -> Scores | None:
+    """Score ``sequences``: every rank of the model calls this with the same arguments (ranks that differ in data parallelism with their own).
+
+    Args:
+        model: a ``GPTModel`` built under ``apply()``, possibly wrapped; this rank's pipeline stage.
+        sequences: token ids, of any lengths from 1 on.
+        temperature: divides the logits before everything else.
+        rows: for each sequence, positions after which the distribution over the whole vocabulary is wanted.
+        packed: several sequences in one row without padding between them (thd) instead of one row each.
+        batch: sequences in one forward pass; all by default. Changes time and memory, never bytes.
+
+    Returns:
+        The scores, on every rank of the last pipeline stage; ``None`` on the other stages.
+
+    Raises:
+        ValueError: no sequence, an empty one, a token outside the vocabulary, or a position outside its sequence.
+    """
+    ids = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
+    if not ids or any(sequence.dim() != 1 or not len(sequence) for sequence in ids):
+        raise ValueError("token_logprobs: give at least one sequence, each of at least one token")
+    wanted = [list(positions) for positions in rows] if rows is not None else [[] for _ in ids]
+    if len(wanted) != len(ids):
+        raise ValueError(f"token_logprobs: rows has {len(wanted)} entries for {len(ids)} sequences")
+    for positions, sequence in zip(wanted, ids, strict=True):
+        if any(not 0 <= position < len(sequence) for position in positions):
+            raise ValueError(f"token_logprobs: positions {positions} are not all inside a sequence of {len(sequence)} tokens")
+    inner = _unwrapped(model)
+    config = inner.config
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    batches = list(_batches(ids, batch or len(ids), packed, multiple, alike=pipeline > 1))
+    scores = Scores()
+
+    def collect(output: torch.Tensor, item: _Batch) -> None:
+        shard = _shard(inner, output)
+        for row, start, length in item.places:
+            index = len(scores.logprobs)
+            own = at_temperature(output[row, start : start + length], temperature)
+            group = inner.tp_group if shard.ranks > 1 else None
+            scores.logprobs.append(vocab_logprob(own[:-1], ids[index][1:], shard, group=group))
+            if rows is not None:
+                scores.rows.append(vocab_logprob_rows(own[torch.tensor(wanted[index], dtype=torch.int64)], shard, group=group))
+
+    training = model.training
+    model.eval()
+    try:
+        if pipeline == 1:
+            for item in batches:
+                collect(_run(model, item), item)
+        else:
+            _pipeline(model, batches, collect)
+    finally:
+        model.train(training)
+    return scores if parallel_state.is_pipeline_last_stage() else None
+
+
+def _run(model: Any, item: _Batch) -> torch.Tensor:
+    positions = torch.arange(item.tokens.shape[1]).expand_as(item.tokens)
+    return model(item.tokens, positions, None, packed_seq_params=item.packed)
+
+
+def _pipeline(model: Any, batches: list[_Batch], collect: Callable[[torch.Tensor, _Batch], None]) -> None:
+    """All batches through megatron-core's own forward schedule; ``collect`` runs on the last stage."""
+
+    def step(iterator: Iterator[_Batch], stage: Any) -> tuple[torch.Tensor, Any]:
+        item = next(iterator)
+
+        def done(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+            collect(output, item)
+            return output.new_zeros(())
+
+        return _run(stage, item), done
+
+    first = batches[0].tokens
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=first.shape[1],
+        micro_batch_size=first.shape[0],
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+
+
+def _batches(ids: list[torch.Tensor], batch: int, packed: bool, multiple: int, alike: bool) -> Iterator[_Batch]:
+    """Cut the sequences into forward passes whose lengths are multiples of ``multiple``; ``alike`` gives all the same shape, as a pipeline needs."""
+    groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
+    lengths = [sum(map(len, group)) if packed else max(map(len, group)) for group in groups]
+    if alike:
+        lengths = [max(lengths)] * len(groups)
+    for group, length in zip(groups, lengths, strict=True):
+        length = -(-length // multiple) * multiple
+        count = 1 if packed else (batch if alike else len(group))
+        tokens = torch.zeros(count, length, dtype=torch.int64)
+        places = []
+        start = 0
+        for row, sequence in enumerate(group):
+            place = (0, start, len(sequence)) if packed else (row, 0, len(sequence))
+            tokens[place[0], place[1] : place[1] + place[2]] = sequence
+            places.append(place)
+            start += len(sequence)
+        yield _Batch(tokens, places, _packing([length for _, _, length in places], length) if packed else None)
+
+
+def _packing(lengths: list[int], total: int) -> PackedSeqParams:
+    """Padding behind the last sequence is a sequence of its own."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest = max(*lengths, total - int(starts[-1]), 1)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def _shard(inner: Any, logits: torch.Tensor) -> VocabShard:
+    """The columns of ``logits``: a rank's own, or all of them when the model gathers its output."""
+    vocab = inner.output_layer.vocab
+    if logits.shape[-1] == inner.vocab_size:
+        return VocabShard(inner.tio_setting.contract.vocab_order(vocab), logits.shape[-1])
+    return vocab_shard(vocab, logits.shape[-1], inner.tp_group)
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model

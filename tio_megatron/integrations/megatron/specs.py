@@ -1,0 +1,142 @@
+"""Our modules in the place of stock ones, in layer specs. Names classes; builds nothing.
+
+``convert`` takes any spec that ``get_gpt_layer_local_spec`` or ``get_gpt_decoder_block_spec`` makes (or a user's own of the same parts)
+and swaps every part that sums. Identity parts, the bias-dropout-add and the checkpoint's key map stay as they are. A part it does not
+know is refused, never left stock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from tio_megatron.integrations.megatron import modules
+from tio_megatron.integrations.megatron.moe_spec import moe_spec
+
+STOCK_NORMS = ("WrappedTorchNorm", "FusedLayerNorm", "TENorm")
+
+
+def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
+    """The spec of this pipeline stage's layers and of the final norm, for users who write ``GPTModel(config, gpt_layer_spec(config), ...)``.
+
+    Args:
+        config: ``num_moe_experts`` decides between dense and mixture-of-experts layers, ``qk_layernorm`` whether queries and keys are normalised.
+        vp_stage: virtual pipeline stage, as in megatron-core.
+        pp_rank: pipeline rank, as in megatron-core.
+
+    Raises:
+        ValueError: a part that has no ordered form.
+    """
+    if config.num_moe_experts and config.moe_layer_freq != 1:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        stock: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=pp_rank)
+    else:
+        stock = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    return convert(stock, config, vp_stage, pp_rank)
+
+
+def convert(
+    spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """``spec`` with our parts; what is ours already stays.
+
+    Raises:
+        ValueError: names the part that has no ordered form and its place.
+    """
+    if isinstance(spec, ModuleSpec) and isinstance(spec.module, type) and issubclass(spec.module, TransformerBlock):
+        spec = spec.submodules
+    if isinstance(spec, ModuleSpec):
+        # A bare layer spec leaves the final norm to megatron-core, which hard-codes its own.
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage, pp_rank), layer_norm=WrappedTorchNorm)
+    if not isinstance(spec, TransformerBlockSubmodules):
+        raise ValueError(f"layer spec: {type(spec).__name__} is not supported; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")
+    converted: dict[int, ModuleSpec] = {}
+    for layer in spec.layer_specs:
+        if id(layer) not in converted:
+            converted[id(layer)] = _layer(layer, config)
+    norm = None if spec.layer_norm is None else _part(spec.layer_norm, "final norm")
+    return TransformerBlockSubmodules(layer_specs=[converted[id(layer)] for layer in spec.layer_specs], layer_norm=norm)
+
+
+def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    if spec.module not in (TransformerLayer, modules.OrderedTransformerLayer):
+        raise _unknown(spec.module, "layer")
+    parts = spec.submodules
+    for name in ("cross_attention", "pre_cross_attn_layernorm"):
+        if _module(getattr(parts, name)) is not IdentityOp:
+            raise _unknown(_module(getattr(parts, name)), name)
+    ours = replace(
+        parts,
+        input_layernorm=_part(parts.input_layernorm, "input_layernorm"),
+        pre_mlp_layernorm=_part(parts.pre_mlp_layernorm, "pre_mlp_layernorm"),
+        self_attention=_attention(parts.self_attention),
+        mlp=_mlp(parts.mlp, config),
+    )
+    return replace(spec, module=modules.OrderedTransformerLayer, submodules=ours)
+
+
+def _attention(spec: ModuleSpec) -> ModuleSpec:
+    if spec.module is not SelfAttention:
+        raise _unknown(spec.module, "self_attention")
+    parts = spec.submodules
+    ours = replace(
+        parts,
+        linear_qkv=_part(parts.linear_qkv, "linear_qkv"),
+        core_attention=_part(parts.core_attention, "core_attention"),
+        linear_proj=_part(parts.linear_proj, "linear_proj"),
+        q_layernorm=_part(parts.q_layernorm, "q_layernorm"),
+        k_layernorm=_part(parts.k_layernorm, "k_layernorm"),
+    )
+    return replace(spec, submodules=ours)
+
+
+def _mlp(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    module = _module(spec)
+    if isinstance(module, type) and issubclass(module, MoELayer):
+        return moe_spec(spec, config)
+    if module not in (MLP, modules.OrderedMLP):
+        raise _unknown(module, "mlp")
+    parts = spec.submodules
+    ours = replace(parts, linear_fc1=_part(parts.linear_fc1, "linear_fc1"), linear_fc2=_part(parts.linear_fc2, "linear_fc2"))
+    return replace(spec, module=modules.OrderedMLP, submodules=ours)
+
+
+ORDERED = {
+    ColumnParallelLinear: modules.OrderedColumnLinear,
+    RowParallelLinear: modules.OrderedRowLinear,
+    DotProductAttention: modules.OrderedCoreAttention,
+}
+
+
+def _part(part: Any, where: str) -> Any:
+    """The ordered form of one part (a class, or a spec of one)."""
+    module = _module(part)
+    if module is None or module is IdentityOp or module in ORDERED.values() or module is modules.OrderedRMSNorm:
+        return part
+    ours = modules.OrderedRMSNorm if getattr(module, "__name__", "") in STOCK_NORMS else ORDERED.get(module)
+    if ours is None:
+        raise _unknown(module, where)
+    return replace(part, module=ours) if isinstance(part, ModuleSpec) else ours
+
+
+def _module(part: Any) -> Any:
+    return part.module if isinstance(part, ModuleSpec) else part
+
+
+def _unknown(module: Any, where: str) -> ValueError:
+    name = getattr(module, "__name__", repr(module))
+    return ValueError(f"layer spec: {name} as {where} has no ordered form; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")

@@ -1,0 +1,57 @@
+"""Causal attention of whole sequences, in a batch or packed; differentiable.
+
+Legend: ``S`` tokens of a sequence, ``B`` batch, ``T`` packed tokens, ``Q`` query heads, ``G`` key/value heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tio_megatron.kernels import attention as kernel
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """Each token attends to itself and to the earlier tokens of its sequence.
+
+    Args:
+        q: ``[S, B, Q, D]``, or ``[T, Q, D]`` with ``cu_seqlens``; bf16 or fp32.
+        k, v: the same with ``G`` heads.
+        scale: multiplies every score.
+        cu_seqlens: ``[sequences + 1]`` starts of packed sequences. Tokens behind the last one (padding) form a sequence of their own.
+
+    Returns:
+        The shape and dtype of ``q``.
+    """
+    if cu_seqlens is not None:
+        return _Attention.apply(q, k, v, _covering(cu_seqlens, q.shape[0]), scale)
+    length, batch = q.shape[:2]
+    rows = [t.transpose(0, 1).reshape(batch * length, *t.shape[2:]) for t in (q, k, v)]
+    cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32) if length else torch.zeros(batch + 1, dtype=torch.int32)
+    out = _Attention.apply(*rows, cu_seqlens, scale)
+    return out.view(batch, length, *q.shape[2:]).transpose(0, 1)
+
+
+def _covering(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``cu_seqlens`` as int32, with the tokens behind the last sequence as one more."""
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    last = int(cu_seqlens[-1])
+    if last > tokens:
+        raise ValueError(f"attention: cu_seqlens ends at {last}, but there are {tokens} tokens")
+    return cu_seqlens if last == tokens else torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens])])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float) -> torch.Tensor:
+        out, lse = kernel.attention(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+        dq, dk, dv = kernel.attention_backward(dout.contiguous(), q, k, v, out, lse, cu_q=cu_seqlens, cu_k=cu_seqlens, scale=ctx.scale)
+        return dq, dk, dv, None, None

@@ -1,0 +1,149 @@
+"""Products whose weight is cut over a group: by output columns, or by input rows.
+
+Legend: ``T`` tokens of this rank (``S`` of the whole sequence dimension under sequence parallelism), ``K`` inputs, ``N`` outputs, ``P`` ranks.
+Under sequence parallelism dimension 0 of the activations outside is cut into ``P`` equal slices, in rank order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from tio_megatron import collectives
+from tio_megatron.kernels import linear as kernel
+from tio_megatron.layers import grads
+
+Group = ProcessGroup | None
+
+
+def size(group: Group) -> int:
+    """Ranks in ``group``; no group is one rank."""
+    return 1 if group is None else group.size()
+
+
+def rank(group: Group) -> int:
+    """This rank's place in ``group``."""
+    return 0 if group is None else group.rank()
+
+
+def column_parallel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: Group = None,
+    sequence_parallel: bool = False,
+    dgrad_leaves: int = 1,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T`` with the outputs cut over ``group``; differentiable. Nothing is reduced forward.
+
+    Args:
+        x: ``[T, ..., K]`` bf16 or fp32; under sequence parallelism this rank's slice of dimension 0.
+        weight: ``[N / P, K]``, this rank's rows, same dtype.
+        group: the ranks that hold the other rows.
+        sequence_parallel: gather ``x`` first, scatter its gradient.
+        dgrad_leaves: leaves of the output axis that this rank holds, for the input gradient.
+        gated: the rows are ``[gate; up]``; leaf ``j`` of the input gradient is gate leaf ``j`` followed by up leaf ``j``.
+        out_dtype: defaults to the dtype of ``x``.
+
+    Returns:
+        ``[S, ..., N / P]``.
+
+    Raises:
+        ValueError: from the kernel, for shapes or dtypes that do not fit.
+    """
+    return _Column.apply(x, weight, group, sequence_parallel, dgrad_leaves, gated, out_dtype or x.dtype)
+
+
+def row_parallel(x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: Group = None, sequence_parallel: bool = False) -> torch.Tensor:
+    """``x @ weight.T`` with the inputs cut over ``group``; differentiable. The tree over all leaves of all ranks, then one rounding.
+
+    Args:
+        x: ``[S, ..., K / P]`` bf16 or fp32, this rank's inputs.
+        weight: ``[N, K / P]``, this rank's columns, same dtype.
+        leaves: leaves of the input axis that this rank holds.
+        group: the ranks that hold the other columns.
+        sequence_parallel: keep only this rank's slice of dimension 0.
+
+    Returns:
+        ``[T, ..., N]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: from the kernel, for shapes or dtypes that do not fit.
+    """
+    return _Row.apply(x, weight, group, sequence_parallel, leaves)
+
+
+def reduce_partial(partial: torch.Tensor, group: Group, sequence_parallel: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Joins fp32 partial sums ``[S, ...]`` of the ranks by the tree and rounds once; under sequence parallelism keeps this rank's slice."""
+    if size(group) == 1:
+        return partial.to(dtype)
+    if sequence_parallel:
+        return collectives.reduce_scatter(partial.contiguous(), group, out_dtype=dtype)
+    return collectives.all_reduce(partial.contiguous(), group, out_dtype=dtype)
+
+
+def gathered(x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+    """The whole of dimension 0 from the ranks' slices."""
+    return collectives.all_gather(x.contiguous(), group) if sequence_parallel and size(group) > 1 else x
+
+
+def weight_grad(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """Hands over the gradient of ``weight`` ``[N, K]`` from ``dy`` ``[..., N]`` and ``x`` ``[..., K]``, summed over this rank's tokens in fp32."""
+    rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    return grads.deliver(weight, kernel.matmul(rows.t(), inputs.t(), out_dtype=torch.float32))
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int, gated: bool, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated = group, sequence_parallel, leaves, gated
+        return kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=1, out_dtype=out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        dy = dy.to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            rows, columns = (_by_leaf(dy, -1, ctx.leaves), _by_leaf(weight, 0, ctx.leaves)) if ctx.gated else (dy, weight)
+            rows = rows.reshape(-1, rows.shape[-1])
+            partial = kernel.matmul(rows, columns.t(), leaves=ctx.leaves, out_dtype=torch.float32)
+            dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel))
+        return dx, dw, None, None, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if size(group) == 1:
+            return kernel.linear(x, weight, leaves=leaves, out_dtype=x.dtype)
+        return reduce_partial(kernel.linear(x, weight, leaves=leaves, out_dtype=torch.float32), group, sequence_parallel, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dy = gathered(dy, ctx.group, ctx.sequence_parallel)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), out_dtype=x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = weight_grad(weight, dy, x)
+        return dx, dw, None, None, None
+
+
+def _by_leaf(t: torch.Tensor, dim: int, leaves: int) -> torch.Tensor:
+    """Reorders ``[gate; up]`` along ``dim`` into gate leaf 0, up leaf 0, gate leaf 1, ..."""
+    dim %= t.dim()
+    length = t.shape[dim]
+    return t.unflatten(dim, (2, leaves, length // (2 * leaves))).transpose(dim, dim + 1).flatten(dim, dim + 2)
