@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from tio_megatron import collectives
 from tio_megatron.contract import Node, ReductionTree
-from tio_megatron.layers.experts import ExpertWeights, expert_mlp, expert_nodes, finish_sum
+from tio_megatron.layers.experts import Weights, expert_mlp, expert_nodes, finish_sum
 from tio_megatron.layers.permute import plan_rows
 
 
@@ -24,8 +24,8 @@ def experts_replicated(
     x: torch.Tensor,
     ids: torch.Tensor,
     probs: torch.Tensor,
-    w13: ExpertWeights,
-    w2: ExpertWeights,
+    w13: Weights,
+    w2: Weights,
     *,
     experts: int,
     leaves: int,

@@ -155,11 +155,11 @@ class TioRMSNorm(RMSNorm):
 class TioRotaryEmbedding(RotaryEmbedding):
     """fp32 tables from float64; one rounding of the rotated head."""
 
-    def __init__(self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool, dtype: torch.dtype, init_cache: bool = True) -> None:
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=False)
-        if not is_neox_style or rotary_dim != head_size:
-            raise ValueError(f"rope: rotary_dim {rotary_dim} of head size {head_size}, neox {is_neox_style}; only whole heads in neox style are covered")
-        self.table = rope_table(max_position_embeddings, rotary_dim, base)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "init_cache": False})
+        if not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise ValueError(f"rope: {self.rotary_dim} of {self.head_size} elements, neox {self.is_neox_style}; only whole heads in neox style are covered")
+        self.table = rope_table(self.max_position_embeddings, self.rotary_dim, self.base)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``positions`` [T], ``query`` [T, heads * D], ``key`` [T, kv heads * D] -> both rotated, same shapes."""

@@ -27,8 +27,7 @@ def whole_tensors(model: Any, names: set[str] | None = None) -> Iterator[tuple[s
     if unknown:
         raise ValueError(f"the model has no tensor {', '.join(unknown[:5])}{' ...' if len(unknown) > 5 else ''}")
     wanted = table.keys() if names is None else names
-    for name, tensor in _walk(model, wanted):
-        yield name, tensor
+    yield from _walk(model, wanted)
 
 
 def _walk(model: Any, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:

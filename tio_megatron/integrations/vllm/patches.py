@@ -26,23 +26,28 @@ def all_patches() -> tuple[Patch, ...]:
     """In the order of installation."""
     from tio_megatron.integrations.vllm import sampler
 
-    return (
-        VllmPatch(
+    table: list[tuple[str, Callable[[Any], Any], str]] = [
+        (
             "vllm.v1.sample.sampler:Sampler.compute_logprobs",
             lambda stock: staticmethod(sampler.compute_logprobs),
-            why="raw log-probabilities of sampled and prompt tokens, and of greedy steps in processed mode",
+            "raw log-probabilities of sampled and prompt tokens, and those of greedy steps in processed mode",
         ),
-        VllmPatch("vllm.v1.sample.sampler:Sampler.__init__", sampler.keep_processed_logits, why="processed mode asks for logits instead of torch's log-softmax"),
-        VllmPatch("vllm.v1.sample.sampler:Sampler.sample", sampler.finish_processed, why="processed log-probabilities"),
-        VllmPatch("vllm.v1.sample.sampler:Sampler.forward", sampler.remember_generators, why="seeded requests in chunked prompts", stock="the choice of tokens"),
-        VllmPatch(
+        ("vllm.v1.sample.sampler:Sampler.__init__", sampler.keep_processed_logits, "processed mode asks for logits, not for torch's log-softmax"),
+        ("vllm.v1.sample.sampler:Sampler.sample", sampler.finish_processed, "processed log-probabilities"),
+        ("vllm.v1.sample.sampler:Sampler.forward", sampler.remember_generators, "seeded requests in chunked prompts"),
+        (
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
             sampler.rewind_generators,
-            why="stock rewinds a generator in a way that only accelerators have",
+            "stock rewinds a generator in a way that only accelerators have",
         ),
-        VllmPatch("vllm.config.vllm:VllmConfig.try_verify_and_update_config", _refuse_early, why="refusals where the user starts the engine, not deep in a worker"),
-        VllmPatch("vllm.v1.engine.core:EngineCore.collective_rpc", _reset_prefix_cache, why="the prefix cache lives beside the scheduler, where no worker reaches"),
-    )
+        (
+            "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+            _refuse_early,
+            "refusals where the user starts the engine, not deep in a worker",
+        ),
+        ("vllm.v1.engine.core:EngineCore.collective_rpc", _reset_prefix_cache, "the prefix cache lives beside the scheduler, where no worker reaches"),
+    ]
+    return tuple(VllmPatch(target, build, why) for target, build, why in table)
 
 
 def _refuse_early(stock: Callable[[Any], None]) -> Callable[[Any], None]:

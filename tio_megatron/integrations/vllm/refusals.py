@@ -166,6 +166,7 @@ def _model(model: Any) -> Iterator[str]:
     if getattr(hf, "shared_expert_intermediate_size", 0):
         yield "shared experts (shared_expert_intermediate_size): not part of Qwen3-MoE checkpoints"
     if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
-        yield f"dense layers among expert layers (mlp_only_layers {hf.mlp_only_layers}, decoder_sparse_step {hf.decoder_sparse_step}): every layer must have experts"
+        found = f"mlp_only_layers {hf.mlp_only_layers}, decoder_sparse_step {hf.decoder_sparse_step}"
+        yield f"dense layers among expert layers ({found}): every layer must have experts"
     if model.max_model_len > hf.max_position_embeddings:
         yield f"max_model_len {model.max_model_len}: the model has {hf.max_position_embeddings} positions"

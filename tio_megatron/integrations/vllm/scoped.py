@@ -74,8 +74,9 @@ class _FixedOrderModel:
     def _refuse_stock_layers(self) -> None:
         """A layer that has a replacement, or that computes and is not known, must not be stock's."""
         assert isinstance(self, torch.nn.Module)
-        ours = tuple(REPLACEMENTS.values())
-        stock = sorted({type(m).__name__ for m in self.modules() if isinstance(m, (custom_op.CustomOp, custom_op.PluggableLayer)) and not isinstance(m, ours)} - _HARMLESS)
+        replaceable, ours = (custom_op.CustomOp, custom_op.PluggableLayer), tuple(REPLACEMENTS.values())
+        names = {type(module).__name__ for module in self.modules() if isinstance(module, replaceable) and not isinstance(module, ours)}
+        stock = sorted(names - _HARMLESS)
         if stock:
             raise ValueError(f"tio_megatron does not cover these layers of the model: {', '.join(stock)}")
 

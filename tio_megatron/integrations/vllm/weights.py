@@ -104,7 +104,7 @@ class OneCopy:
                 param.data = packed.unpack()
             else:
                 # A layerwise reload has made a fresh, unfilled parameter; what is not loaded keeps its old value.
-                packed.unpack(out=param.data)
+                param.data.copy_(packed.unpack())
             self.__dict__[f"_raw_{name}"] = id(param)
             self.ledger.opened(self)
 

@@ -94,7 +94,7 @@ class WorkerExtension:
         return rows
 
 
-class TioWorker(WorkerExtension, CPUWorker):
+class TioWorker(CPUWorker, WorkerExtension):
     """vLLM's CPU worker with the contract of ``additional_config["tio_contract"]`` in force."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +140,7 @@ def _model(worker: Any) -> Any:
     model = worker.model_runner.get_model()
     if not plugin.is_active() or not hasattr(model, "ledger"):
         raise ValueError(
-            f"this engine runs stock {type(model).__name__}: tio_megatron is off in it. Start it with TIO_CONTRACT set or with tio_megatron.integrations.vllm.engine_options(...)"
+            f"this engine runs stock {type(model).__name__}: tio_megatron is off in it. Start it with TIO_CONTRACT set, or with "
+            "tio_megatron.integrations.vllm.engine_options(...)"
         )
     return model
