@@ -35,7 +35,7 @@ def rope_table(positions: int, dim: int, base: float) -> Tensor:
     if not 1 <= positions <= MAX_POSITIONS:
         raise ValueError(f"rope_table: positions must be between 1 and {MAX_POSITIONS}, got {positions}")
     frequency = torch.tensor(inverse_frequencies(dim, base), dtype=torch.float64)
-    table = torch.empty(positions, dim)
+    table = torch.empty(positions, dim, dtype=torch.float32)  # vLLM builds its models under another default dtype
     for start in range(0, positions, 4096):
         stop = min(positions, start + 4096)
         angle = torch.arange(start, stop, dtype=torch.float64).unsqueeze(1) * frequency

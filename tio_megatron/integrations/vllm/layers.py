@@ -1,0 +1,294 @@
+"""Our layers under vLLM's names. Sharding, loading and parameter names stay vLLM's; the products, norms and moves are ours.
+
+Shapes: T tokens, H hidden, D head size, N rows of a weight, K its columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+from tio_megatron import collectives
+from tio_megatron.integrations.vllm.building import current
+from tio_megatron.integrations.vllm.weights import OneCopy
+from tio_megatron.kernels.embedding import embedding
+from tio_megatron.kernels.linear import PackedWeight, linear
+from tio_megatron.kernels.norm import add_rms_norm, rms_norm
+from tio_megatron.kernels.rope import rope, rope_table
+from tio_megatron.kernels.swiglu import swiglu
+
+ROW_AXES = {"o_proj": "attn_row", "down_proj": "mlp_row"}
+"""Which axis of the contract a row-parallel layer sums over, by its name in the model."""
+
+
+class SealAfterLoading(UnquantizedLinearMethod):
+    """The linear method of our layers: packs instead of stock's CPU packing; the product is the layer's own ``forward``."""
+
+    def __init__(self) -> None:
+        # Stock's constructor chooses a product; there is none here.
+        pass
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Called by vLLM after a load."""
+        layer.seal()
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Refused: a caller that comes here would pass by the layer's ``forward``."""
+        raise NotImplementedError(f"{type(layer).__name__}: call the layer, not its linear method")
+
+
+class FixedOrder(OneCopy):
+    """Mixin of the linear layers: unquantized, without bias, one packed weight."""
+
+    packed: PackedWeight
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self, LinearBase)
+        if type(self.quant_method) is not UnquantizedLinearMethod:
+            raise ValueError(f"{self.prefix}: weights are handled by {type(self.quant_method).__name__}; only unquantized weights are covered")
+        if self.bias is not None:
+            raise ValueError(f"{self.prefix}: a bias is not covered")
+        self.quant_method = SealAfterLoading()
+        self.keep_packed("weight", "packed", PackedWeight.from_weight, current().ledger)
+
+
+class TioReplicatedLinear(FixedOrder, ReplicatedLinear):
+    """A product that no layout cuts."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """``x`` [T, K] -> [T, N]."""
+        y = linear(x, self.packed, leaves=1)
+        return (y, None) if self.return_bias else y
+
+
+class _Column(FixedOrder):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gather_output:
+            raise ValueError(f"{self.prefix}: gather_output is not covered")
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """``input_`` [T, K] -> this rank's columns [T, N / TP]. K is never cut: one leaf."""
+        y = linear(input_, self.packed, leaves=1)
+        return (y, None) if self.return_bias else y
+
+
+class TioColumnParallelLinear(_Column, ColumnParallelLinear):
+    """Output axis cut by TP."""
+
+
+class TioMergedColumnParallelLinear(_Column, MergedColumnParallelLinear):
+    """Gate and up: two output axes, each cut by TP."""
+
+
+class TioQKVParallelLinear(_Column, QKVParallelLinear):
+    """Query, key and value heads, cut by TP; key/value heads are repeated when there are fewer than ranks."""
+
+
+class TioRowParallelLinear(FixedOrder, RowParallelLinear):
+    """The summed axis is cut by TP: each rank owns a node of the tree, partial sums travel in fp32, one rounding at the root."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        name = self.prefix.rpartition(".")[2]
+        if name not in ROW_AXES:
+            raise ValueError(f"{self.prefix}: no axis of the contract is known for this layer; known are {sorted(ROW_AXES)}")
+        if not (self.input_is_parallel and (self.reduce_results or self.tp_size == 1)):
+            raise ValueError(f"{self.prefix}: only parallel input with reduced results is covered")
+        self.leaves = current().contract.leaves_of(ROW_AXES[name], self.input_size, self.tp_size, self.prefix)
+        self.group = get_tp_group().device_group if self.tp_size > 1 else None
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """``input_`` [T, K / TP] -> [T, N], the whole sum on every rank."""
+        if self.group is None:
+            y = linear(input_, self.packed, leaves=self.leaves)
+        else:
+            partial = linear(input_, self.packed, leaves=self.leaves, out_dtype=torch.float32)
+            y = collectives.all_reduce(partial, self.group, out_dtype=input_.dtype)
+        return (y, None) if self.return_bias else y
+
+
+class TioGateLinear(FixedOrder, GateLinear):
+    """The router's product: fp32 logits, never cut."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """``x`` [T, H] -> logits [T, E] fp32."""
+        y = linear(x, self.packed, leaves=1, out_dtype=torch.float32)
+        return (y, None) if self.return_bias else y
+
+
+class TioRMSNorm(RMSNorm):
+    """The residual sum is rounded once, and the rounded sum is what is normalised, as in a trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.has_weight or self.variance_size_override is not None:
+            raise ValueError("RMSNorm: only a norm with a weight over the whole axis is covered")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """``x`` [..., H] -> y; with ``residual``: (y, x + residual)."""
+        weight = self.weight.data
+        if residual is None:
+            return rms_norm(x, weight, self.variance_epsilon)
+        return add_rms_norm(x, residual, weight, self.variance_epsilon)
+
+
+class TioRotaryEmbedding(RotaryEmbedding):
+    """fp32 tables from float64; one rounding of the rotated head."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "init_cache": False})
+        if not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise ValueError(f"rope: {self.rotary_dim} of {self.head_size} elements, neox {self.is_neox_style}; only whole heads in neox style are covered")
+        self.table = rope_table(self.max_position_embeddings, self.rotary_dim, self.base)
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``positions`` [T], ``query`` [T, heads * D], ``key`` [T, kv heads * D] -> both rotated, same shapes."""
+        return self._rotate(query, positions), None if key is None else self._rotate(key, positions)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rope(x.view(x.shape[0], -1, self.head_size), positions, self.table).view(x.shape)
+
+
+class TioSiluAndMul(SiluAndMul):
+    """silu(gate) * up with the contract's two roundings."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., 2 I] (gate, then up) -> [..., I]."""
+        return swiglu(x)
+
+
+class RepackTiedHeads(UnquantizedEmbeddingMethod):
+    """The embedding keeps its raw rows; a head tied to it holds a packed copy, made again after every load."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Called by vLLM after a load."""
+        layer.repack_heads()
+
+
+class TioVocabParallelEmbedding(VocabParallelEmbedding):
+    """Every row has one owner: rows are moved, not summed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is not UnquantizedEmbeddingMethod:
+            raise ValueError(f"{self.prefix}: only unquantized embeddings are covered")
+        if self.num_added_embeddings or not self.reduce_results or self.parallel_group is not None:
+            raise ValueError(f"{self.prefix}: added rows, unreduced results and own groups are not covered")
+        self.quant_method = RepackTiedHeads()
+        self.first_row = self.shard_indices.org_vocab_start_index
+        self.group = get_tp_group().device_group if self.tp_size > 1 else None
+        self.heads: list[weakref.ref[TioParallelLMHead]] = []
+
+    def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """The stock loader; a tied head is packed again when the load is over."""
+        super().weight_loader(param, loaded_weight)
+        if not param.is_meta:
+            for ref in self.heads:
+                head = ref()
+                if head is not None:
+                    head.ledger.opened(head)
+
+    def repack_heads(self) -> None:
+        """Pack the current rows into every tied head."""
+        for ref in self.heads:
+            head = ref()
+            if head is not None and head.packed is not None:
+                head.packed.update_(self.weight.data)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """``input_`` [T] ids -> [T, H]."""
+        rows = embedding(input_.long(), self.weight.data, self.first_row)
+        if self.group is not None:
+            # All ranks but the owner hold zero bits, so an integer sum moves the owner's bits unchanged.
+            torch.distributed.all_reduce(rows.view(torch.int32), group=self.group)
+        return rows
+
+
+class SealHead(UnquantizedEmbeddingMethod):
+    """The head's method: packs after a load, and ties."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Called by vLLM after a load."""
+        layer.seal()
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
+        """Share the embedding's rows."""
+        layer.weight = embed_tokens.weight
+        layer.tied = True
+        embed_tokens.heads.append(weakref.ref(layer))
+        return layer
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 logits of this rank's rows of the vocabulary."""
+        return layer.logits(x)
+
+
+class TioParallelLMHead(OneCopy, ParallelLMHead):
+    """fp32 logits; the vocabulary is cut by TP, H is not."""
+
+    packed: PackedWeight
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is not UnquantizedEmbeddingMethod or self.bias is not None:
+            raise ValueError(f"{self.prefix}: only an unquantized head without bias is covered")
+        self.quant_method = SealHead()
+        self.tied = False
+        self.keep_packed("weight", "packed", PackedWeight.from_weight, current().ledger)
+
+    def shares(self, name: str) -> bool:
+        """The embedding needs the raw rows of a tied head."""
+        return self.tied
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, H] -> [T, V / TP] fp32, padding rows included."""
+        return linear(x, self.packed, leaves=1, out_dtype=torch.float32)
+
+
+class TioLogitsProcessor(LogitsProcessor):
+    """Gathers and cuts off the padding as stock does; the head is always our fp32 one, whatever ``head_dtype`` says."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.soft_cap is not None or self.scale != 1.0 or self.logits_as_input:
+            raise ValueError("logits: soft cap, scale and given logits are not covered")
+
+    def _apply_head(self, lm_head: TioParallelLMHead, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
+        return lm_head.logits(hidden_states)
+
+
+REPLACEMENTS: dict[str, type] = {
+    "ReplicatedLinear": TioReplicatedLinear,
+    "ColumnParallelLinear": TioColumnParallelLinear,
+    "MergedColumnParallelLinear": TioMergedColumnParallelLinear,
+    "QKVParallelLinear": TioQKVParallelLinear,
+    "RowParallelLinear": TioRowParallelLinear,
+    "GateLinear": TioGateLinear,
+    "RMSNorm": TioRMSNorm,
+    "RotaryEmbedding": TioRotaryEmbedding,
+    "SiluAndMul": TioSiluAndMul,
+    "VocabParallelEmbedding": TioVocabParallelEmbedding,
+    "ParallelLMHead": TioParallelLMHead,
+    "LogitsProcessor": TioLogitsProcessor,
+}
+"""Stock class name -> ours, for the out-of-tree registry."""

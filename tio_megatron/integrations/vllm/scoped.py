@@ -1,0 +1,121 @@
+"""Stock model code with our layers inside: the out-of-tree registry is ours only while one of these models is built.
+
+Nothing is registered for good, so other plug-ins that replace the same layers (vllm-ascend) are untouched, and no model code, weight
+name or sharding rule of vLLM is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import attention as stock_attention
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from tio_megatron.integrations.vllm import layers, moe, plugin, refusals
+from tio_megatron.integrations.vllm.attention import TioAttentionBackend
+from tio_megatron.integrations.vllm.building import Build, building
+from tio_megatron.integrations.vllm.weights import Ledger
+
+logger = init_logger(__name__)
+
+REPLACEMENTS = {**layers.REPLACEMENTS, **moe.REPLACEMENTS}
+
+
+@contextlib.contextmanager
+def swapped(build: Build) -> Iterator[None]:
+    """Within the block, vLLM's layer classes make ours; afterwards every registry is as it was."""
+    registry, ropes, backend = dict(custom_op.op_registry_oot), dict(rotary_embedding._ROPE_DICT), stock_attention.get_attn_backend
+    custom_op.op_registry_oot.update(REPLACEMENTS)
+    # get_rope hands out one instance to all models of a process.
+    rotary_embedding._ROPE_DICT.clear()
+    stock_attention.get_attn_backend = lambda *args, **kwargs: TioAttentionBackend
+    try:
+        with building(build):
+            yield
+    finally:
+        stock_attention.get_attn_backend = backend
+        _restore(rotary_embedding._ROPE_DICT, ropes)
+        _restore(custom_op.op_registry_oot, registry)
+
+
+def _restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+class _FixedOrderModel:
+    """Mixin before a stock model class."""
+
+    ledger: Ledger
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        contract = plugin.active()
+        refusals.check(vllm_config, contract)
+        compilation = vllm_config.compilation_config
+        if compilation.mode != CompilationMode.NONE:
+            # A compiler may contract or reorder what stays between our operators.
+            logger.info("tio_megatron: the model runs uncompiled")
+            compilation.mode = CompilationMode.NONE
+        build = Build(contract)
+        with swapped(build):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.contract, self.ledger = contract, build.ledger
+        self.shape = refusals.shape_of(vllm_config)
+        self._refuse_stock_layers()
+
+    def _refuse_stock_layers(self) -> None:
+        """A layer that has a replacement, or that computes and is not known, must not be stock's."""
+        assert isinstance(self, torch.nn.Module)
+        replaceable, ours = (custom_op.CustomOp, custom_op.PluggableLayer), tuple(REPLACEMENTS.values())
+        names = {type(module).__name__ for module in self.modules() if isinstance(module, replaceable) and not isinstance(module, ours)}
+        stock = sorted(names - _HARMLESS)
+        if stock:
+            raise ValueError(f"tio_megatron does not cover these layers of the model: {', '.join(stock)}")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """vLLM's loading; afterwards every weight is packed again. Any subset of names, in any order."""
+        ledger = self.ledger
+        if ledger.served:
+            ledger.version += 1
+        try:
+            loaded = super().load_weights(weights)  # type: ignore[misc]
+        except BaseException as error:
+            ledger.incomplete = f"a load of weights failed ({type(error).__name__}: {error})"
+            raise
+        finally:
+            ledger.close()
+        return loaded
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's forward.
+
+        Raises:
+            ValueError: weights are half loaded.
+        """
+        ledger = self.ledger
+        if ledger.incomplete is not None:
+            raise ValueError(f"tio_megatron: weights are not whole: {ledger.incomplete}; load all of them again")
+        if ledger.is_open():
+            ledger.close()
+        ledger.served = True
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+_HARMLESS = {"ApplyRotaryEmb", "MoERunner"}
+"""Stock layers that are built inside ours and never called."""
+
+
+class TioQwen3MoeForCausalLM(_FixedOrderModel, Qwen3MoeForCausalLM):
+    """vLLM's Qwen3MoeForCausalLM, every sum in the contract's order."""
+
+
+class TioQwen3ForCausalLM(_FixedOrderModel, Qwen3ForCausalLM):
+    """vLLM's Qwen3ForCausalLM, every sum in the contract's order."""

@@ -1,0 +1,148 @@
+"""What a trainer calls on a running engine: exchange contracts, push weights. Imports neither vLLM nor Megatron."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tio_megatron import kernels
+from tio_megatron.checkpoint import tensor_digest
+from tio_megatron.contract import Contract
+
+BUCKET = 256 << 20
+"""Bytes of one file of weights."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Engine(Protocol):
+    """vLLM's ``LLM``, or anything with its ``collective_rpc`` and ``reset_prefix_cache``."""
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Sequence[Any]:
+        """Call a worker method on every rank."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached keys and values."""
+
+
+def rollout_contract(engine: Engine) -> dict[str, Any]:
+    """What the engine obeys: the answer of :meth:`.worker.WorkerExtension.tio_contract`.
+
+    Raises:
+        ValueError: tio_megatron is off in the engine, or its worker does not answer.
+    """
+    try:
+        return dict(engine.collective_rpc("tio_contract")[0])
+    except NotImplementedError as error:
+        raise ValueError(_NO_ANSWER) from error
+    except Exception as error:
+        if "not implemented" in str(error):
+            raise ValueError(_NO_ANSWER) from error
+        if "tio_megatron is off" in str(error):
+            raise ValueError(str(error)) from error
+        raise
+
+
+_NO_ANSWER = (
+    "the rollout engine does not answer tio_contract: tio_megatron is on in the trainer only. Start the engine with "
+    "tio_megatron.integrations.vllm.engine_options(...), or with TIO_CONTRACT set and "
+    "worker_extension_cls='tio_megatron.integrations.vllm.worker.WorkerExtension'"
+)
+
+
+def check_rollout(engine: Engine, contract: Contract) -> dict[str, Any]:
+    """Refuse an engine that obeys another contract than the trainer's; returns what it answered.
+
+    Raises:
+        ValueError: a difference, with the fields named, or no answer.
+    """
+    answer = rollout_contract(engine)
+    found = contract.differences(Contract.from_json(_json(answer["contract"])))
+    if answer["kernels"] != kernels.version():
+        found.append(f"kernels: {kernels.version()} / {answer['kernels']}")
+    if found:
+        raise ValueError(f"trainer and rollout obey different contracts (trainer / rollout): {'; '.join(found)}")
+    return answer
+
+
+def push_weights(
+    engine: Engine,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    contract: Contract,
+    *,
+    folder: Path | None = None,
+    bucket_bytes: int = BUCKET,
+    verify: bool = True,
+) -> dict[str, str]:
+    """Move whole HF tensors into a running engine; returns the digests of what was sent (empty without ``verify``).
+
+    The engine is one started with ``weight_transfer_config={"backend": "tio"}`` (:func:`.options.engine_options` does). Any subset of the
+    model's tensors, in any order. Afterwards the engine has compared the digests of what it holds, and its prefix cache is empty.
+
+    Args:
+        folder: where files are handed over, readable by the engine; shared memory by default.
+        bucket_bytes: bytes of one file.
+        verify: compare digests (one pass of SHA-256 over the weights on each side).
+
+    Raises:
+        ValueError: the contracts differ, a tensor is none of the model's, or the engine ends up with other bytes.
+    """
+    check_rollout(engine, contract)
+    sent: dict[str, str] = {}
+    _call(engine, "init_weight_transfer_engine", init_info={"contract": contract.to_dict(), "kernels": kernels.version()})
+    _call(engine, "start_weight_update")
+    root = Path(tempfile.mkdtemp(prefix="tio-weights-", dir=folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)))
+    try:
+        for number, bucket in enumerate(_buckets(tensors, bucket_bytes)):
+            path = root / f"{number}.safetensors"
+            digests = {name: tensor_digest(tensor) for name, tensor in bucket.items()} if verify else {}
+            _save(bucket, path)
+            _call(engine, "update_weights", update_info={"path": str(path), "digests": digests})
+            path.unlink()
+            sent |= digests
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    _call(engine, "finish_weight_update")
+    if not engine.reset_prefix_cache(reset_running_requests=True):
+        raise ValueError("push_weights: the engine did not reset its prefix cache; its keys and values belong to older weights")
+    return sent
+
+
+def _call(engine: Engine, method: str, **kwargs: Any) -> None:
+    try:
+        engine.collective_rpc(method, kwargs=kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        # A worker in another process answers with the text of its error only.
+        raise ValueError(f"push_weights, {method}: {error}") from error
+
+
+def _buckets(tensors: Iterable[tuple[str, torch.Tensor]], size: int) -> Iterator[dict[str, torch.Tensor]]:
+    bucket: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        if bucket and held + tensor.nbytes > size:
+            yield bucket
+            bucket, held = {}, 0
+        bucket[name] = tensor.detach().cpu().contiguous()
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _save(bucket: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(bucket, str(path))
+
+
+def _json(fields: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(fields)

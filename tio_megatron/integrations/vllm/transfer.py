@@ -1,0 +1,109 @@
+"""Our weight transfer engine for vLLM (``weight_transfer_config={"backend": "tio"}``): the worker's side; :mod:`.trainer_side` is the other.
+
+init exchanges contracts and refuses a difference; start stops the model; update loads one safetensors file of whole HF tensors, any subset
+of names, and compares the digests of what the engine then holds with those that the trainer sent; finish lets the model run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from tio_megatron import kernels
+from tio_megatron.checkpoint import digest_differences
+from tio_megatron.contract.environment import read
+from tio_megatron.integrations.vllm import plugin
+from tio_megatron.integrations.vllm.worker import from_first_rank, gathered_digests
+
+
+@dataclass
+class TioInitInfo(WeightTransferInitInfo):
+    """The trainer's contract (its fields) and the version of its kernels."""
+
+    contract: dict[str, Any]
+    kernels: str
+
+
+@dataclass
+class TioUpdateInfo(WeightTransferUpdateInfo):
+    """One safetensors file, and the digests of the whole tensors in it (empty: not verified)."""
+
+    path: str
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def contract_differences(theirs: dict[str, Any], their_kernels: str) -> list[str]:
+    """``field: rollout / trainer`` for each difference; empty when the two sides agree.
+
+    Raises:
+        ValueError: their contract is none.
+    """
+    found = plugin.active().differences(read(theirs).contract)
+    if their_kernels != kernels.version():
+        found.append(f"kernels: {kernels.version()} / {their_kernels}")
+    return found
+
+
+class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
+    """Loads by vLLM's own loaders, into our packed weights."""
+
+    init_info_cls = TioInitInfo
+    update_info_cls = TioUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not hasattr(self.model, "ledger"):
+            raise ValueError(f"weight transfer 'tio' needs a model of tio_megatron, not stock {type(self.model).__name__}: set TIO_CONTRACT")
+        self._agreed = False
+
+    def init_transfer_engine(self, init_info: TioInitInfo) -> None:
+        """Agree on the contract.
+
+        Raises:
+            ValueError: a difference, with the fields named.
+        """
+        found = contract_differences(init_info.contract, init_info.kernels)
+        self._agreed = not found
+        if found:
+            raise ValueError(f"rollout and trainer obey different contracts (rollout / trainer): {'; '.join(found)}")
+
+    def start_weight_update(self) -> None:
+        """Begin an update.
+
+        Raises:
+            ValueError: contracts were not exchanged.
+        """
+        if not self._agreed:
+            raise ValueError("weight update: exchange contracts first (init_weight_transfer_engine)")
+        self.model.ledger.incomplete = "an update was started and not finished"
+
+    def receive_weights(self, update_info: TioUpdateInfo) -> None:
+        """Load one file and compare digests. Raises on every rank or on none, so that a trainer may try again.
+
+        Raises:
+            ValueError: the file is missing, a tensor is none of the model's, or tensors whose bytes are not the trainer's, by name.
+        """
+        from safetensors import safe_open
+
+        path = Path(update_info.path)
+        if not path.is_file():
+            raise ValueError(f"weight update: {path} is no file on the rollout's machine")
+        with safe_open(str(path), "pt") as file:
+            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        if update_info.digests:
+            held = gathered_digests(self.model, list(update_info.digests))
+            found = from_first_rank(digest_differences(held, update_info.digests) if held else None)
+            if found:
+                self.model.ledger.incomplete = f"{len(found)} tensors are not the trainer's"
+                raise ValueError("weight update: digests differ (rollout / trainer):\n  " + "\n  ".join(found[:20]))
+
+    def finish_weight_update(self) -> None:
+        """Let the model run again."""
+        self.model.ledger.incomplete = None
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
