@@ -104,11 +104,11 @@ def check_owned(owned: Owned, leaves: int) -> None:
 class _Rank:
     """Builds one rank's plan: where the nodes it holds lie, piece by piece, and which slots are free."""
 
-    def __init__(self, own: tuple[Node, ...], leaves: int, direct: bool) -> None:
+    def __init__(self, own: tuple[Node, ...], leaves: int, home: int | None) -> None:
         self.own = {node: given(row) for row, node in enumerate(own)}
         self.leaves = leaves
         self.root = ReductionTree(leaves).root
-        self.direct = direct
+        self.home = home
         self.held: dict[int, dict[Node, int]] = {}
         self.free: list[int] = []
         self.slots = 0
@@ -137,7 +137,7 @@ class _Rank:
         self.give(*self.held.pop(piece).values())
 
     def fold(self, piece: int) -> list[tuple[int, int, int, int]]:
-        """Add siblings while there are any; a sum overwrites an operand where it may."""
+        """Add siblings while there are any; a sum overwrites an operand where it may. Only the root of piece ``home`` may go to OUT."""
         adds = []
         stack: list[tuple[Node, int]] = []
         for node, place in sorted(self.hold(piece).items()):
@@ -145,7 +145,7 @@ class _Rank:
             while stack and _siblings(stack[-1][0], node):
                 left, left_place = stack.pop()
                 node = _promote(left.parent, self.leaves, self.root)
-                if node == self.root and self.direct:
+                if node == self.root and piece == self.home:
                     target = OUT
                     self.give(left_place, place)
                 elif left_place >= 0:
@@ -181,8 +181,9 @@ def make(schedule: str, owned: Owned, leaves: int, rank: int, gather: bool, dire
         gather: every rank gets every piece (all-reduce), or rank ``p`` only piece ``p`` (reduce-scatter; not with ``doubling``).
         direct: the last sum may be written to OUT (its dtype is fp32); otherwise it is copied there and rounded.
     """
-    me = _Rank(owned[rank], leaves, direct)
     size = len(owned)
+    home = 0 if size == 1 or schedule == "doubling" else rank
+    me = _Rank(owned[rank], leaves, home if direct else None)
     if size == 1:
         return Plan((Round(adds=tuple(me.fold(0)), copies=me.finish(0)),), me.slots, cut=False)
     if schedule == "doubling":

@@ -33,11 +33,13 @@ def carry_out(schedule: str, owned: plan.Owned, leaves: int, gather: bool, direc
             for peer, piece, place in r.recvs:
                 sent_piece, value = posted[peer, rank].pop(0)
                 assert sent_piece == piece
+                assert gather or place >= 0, "a reduce-scatter's result has room for one piece only"
                 memory[rank][_key(piece, place)] = value
         assert not any(posted.values()), "a message nobody receives"
         for rank, r in enumerate(rounds):
             for piece, left, right, target in r.adds:
                 assert target >= plan.OUT, "the input is read only"
+                assert target >= 0 or not plans[0].cut or piece == rank, "sums go to the result for this rank's piece only"
                 memory[rank][_key(piece, target)] = _add(memory[rank][_key(piece, left)], memory[rank][_key(piece, right)])
             for piece, place in r.copies:
                 memory[rank][piece, plan.OUT] = memory[rank][_key(piece, place)]
