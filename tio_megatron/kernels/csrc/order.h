@@ -21,6 +21,15 @@ struct Chunk {
 // Folds after value i of a tree over n.
 inline int merges_after(int64_t i, int64_t n) { return i + 1 == n ? __builtin_popcountll(uint64_t(n - 1)) : __builtin_ctzll(uint64_t(i + 1)); }
 
+// The tree over n values that are all there; they are overwritten. Level by level, an odd last one waits.
+inline float join(float* values, int64_t n) {
+  for (; n > 1; n = (n + 1) / 2) {
+    for (int64_t i = 0; i < n / 2; i++) values[i] = values[2 * i] + values[2 * i + 1];
+    if (n % 2) values[n / 2] = values[n - 1];
+  }
+  return values[0];
+}
+
 struct Order {
   std::vector<Chunk> chunks;
   int depth = 1;  // the stack's largest height
