@@ -62,8 +62,8 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        dx = matmul(dlogits, weight.float().t(), out_dtype=x.dtype) if ctx.needs_input_grad[0] else None
-        dw = deliver(weight, matmul(dlogits.t(), x.float().t())) if ctx.needs_input_grad[1] else None
+        dx = matmul(dlogits, weight.t(), out_dtype=x.dtype) if ctx.needs_input_grad[0] else None
+        dw = deliver(weight, matmul(dlogits.t(), x.t())) if ctx.needs_input_grad[1] else None
         return dx, dw
 
 
