@@ -25,7 +25,7 @@ from tio_megatron.collectives import all_gather, all_to_all, reduce_scatter_node
 from tio_megatron.contract import Node, ReductionTree
 from tio_megatron.kernels.combine import combine_backward
 from tio_megatron.layers.experts import CombineRows, SpreadRows, expert_nodes, finish_sum
-from tio_megatron.layers.permute import RowPlan, chunk_order, inverse_order, plan_rows
+from tio_megatron.layers.permute import chunk_order, inverse_order, plan_rows
 
 Group = ProcessGroup | None
 
@@ -54,8 +54,9 @@ class ExpertGroups:
     def __post_init__(self) -> None:
         if self.experts % _size(self.ep):
             raise ValueError(f"experts: {self.experts} do not divide by an expert-parallel size of {_size(self.ep)}")
-        if _size(self.all) != _size(self.ep) * _size(self.etp):
-            raise ValueError(f"experts: a group of {_size(self.all)} ranks is not expert-parallel {_size(self.ep)} times expert-tensor-parallel {_size(self.etp)}")
+        ep, etp = _size(self.ep), _size(self.etp)
+        if _size(self.all) != ep * etp:
+            raise ValueError(f"experts: a group of {_size(self.all)} ranks is not expert-parallel {ep} times expert-tensor-parallel {etp}")
 
     @property
     def run(self) -> int:
@@ -209,7 +210,7 @@ class _Move(torch.autograd.Function):
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(d.contiguous()), None, None
 
 
@@ -220,7 +221,7 @@ class _GatherRows(torch.autograd.Function):
         return way.gather(x).index_select(0, way.plan.token)
 
     @staticmethod
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.way.sum_at_owner(drows.contiguous(), None), None
 
 
@@ -233,8 +234,8 @@ class _CombineNodes(torch.autograd.Function):
         return way.sum_at_owner(rows, every)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, every = ctx.saved_tensors
         way = ctx.way
-        drows, dprobs = combine_backward(way.gather(dout), rows, way.plan.index, way._all_ids, every)
+        drows, dprobs = combine_backward(way.gather(dout), rows, way.plan.index, every)
         return drows, way.probs_to_owner(dprobs), None

@@ -93,7 +93,7 @@ class SpreadRows(torch.autograd.Function):
         return x.index_select(0, plan.token)
 
     @staticmethod
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         index, ids = ctx.saved_tensors
         return combine_rows(drows.contiguous(), index, ids, None, experts=ctx.experts), None, None, None
 
@@ -108,9 +108,9 @@ class CombineRows(torch.autograd.Function):
         return combine_rows(rows, index, ids, probs, experts=experts)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, index, ids = ctx.saved_tensors
-        drows, dprobs = combine_backward(dout.contiguous(), rows, index, ids, probs)
+        drows, dprobs = combine_backward(dout.contiguous(), rows, index, probs)
         return drows, dprobs, None, None, None
 
 
@@ -135,7 +135,7 @@ class ExpertMLP(torch.autograd.Function):
         return all_reduce(grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=torch.float32), group, out_dtype=x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, offsets, *weights = ctx.saved_tensors
         count = len(weights) // 2
         w13, w2 = weights[:count], weights[count:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tio_megatron.kernels.linear import linear, matmul
-from tio_megatron.kernels.router import route, route_backward
+from tio_megatron.kernels.router import route
 from tio_megatron.layers.grads import deliver
 from tio_megatron.layers.permute import NOT_ROUTED
 
@@ -47,10 +47,12 @@ def route_tokens(logits: Tensor, top_k: int, *, normalise: bool, padding: Tensor
     Returns:
         ``ids`` [T, k] int64, ascending in each token, and ``probs`` [T, k] fp32. A padding token has -1 and 0.
     """
-    ids: Tensor
-    probs: Tensor
-    ids, probs = _Route.apply(logits, top_k, normalise, padding)
-    return ids, probs
+    if padding is None:
+        return route(logits, top_k, normalise)
+    mask = padding.unsqueeze(1)
+    # Filled first too: what a padding token holds must not come back as a gradient.
+    ids, probs = route(logits.masked_fill(mask, 0.0), top_k, normalise)
+    return ids.masked_fill(mask, NOT_ROUTED), probs.masked_fill(mask, 0.0)
 
 
 class _Logits(torch.autograd.Function):
@@ -60,29 +62,8 @@ class _Logits(torch.autograd.Function):
         return linear(x, weight, leaves=1, out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = matmul(dlogits, weight.t(), out_dtype=x.dtype) if ctx.needs_input_grad[0] else None
         dw = deliver(weight, matmul(dlogits.t(), x.t())) if ctx.needs_input_grad[1] else None
         return dx, dw
-
-
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, top_k: int, normalise: bool, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        ids, probs = route(logits, top_k, normalise)
-        ctx.save_for_backward(logits, ids, padding)
-        ctx.normalise = normalise
-        if padding is not None:
-            mask = padding.unsqueeze(1)
-            ids, probs = ids.masked_fill(mask, NOT_ROUTED), probs.masked_fill(mask, 0.0)
-        ctx.mark_non_differentiable(ids)
-        return ids, probs
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor, dprobs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, ids, padding = ctx.saved_tensors
-        dlogits = route_backward(dprobs.contiguous(), logits, ids, ctx.normalise)
-        if padding is not None:
-            dlogits = dlogits.masked_fill(padding.unsqueeze(1), 0.0)
-        return dlogits, None, None, None

@@ -18,8 +18,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
 from megatron.core.transformer.mlp import MLPSubmodules, apply_swiglu_sharded_factory
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -76,7 +76,15 @@ class _ExpertWeights(MegatronModule):
     """One projection of all local experts: ``weight0``, ``weight1``, ... each [out, in], cut over ``group`` along ``axis``."""
 
     def __init__(
-        self, count: int, out: int, inside: int, axis: int, stride: int, init_method: Callable[[torch.Tensor], Any], config: TransformerConfig, group: ProcessGroup
+        self,
+        count: int,
+        out: int,
+        inside: int,
+        axis: int,
+        stride: int,
+        init_method: Callable[[torch.Tensor], Any],
+        config: TransformerConfig,
+        group: ProcessGroup,
     ) -> None:
         super().__init__(config)
         shape = [out, inside]

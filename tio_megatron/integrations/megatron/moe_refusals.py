@@ -15,13 +15,17 @@ def _on(value: Any) -> bool:
     return bool(value)
 
 
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _given(value: Any) -> bool:
     return value is not None
 
 
 _RULES: tuple[_Rule, ...] = (
-    ("moe_router_load_balancing_type", lambda v: "sinkhorn" in (v if isinstance(v, list) else [v]), "routing by sinkhorn depends on the whole batch; use 'none'"),
-    ("moe_aux_loss_coeff", lambda v: any(v) if isinstance(v, list) else bool(v), "auxiliary losses are not in the contract yet; use 0.0"),
+    ("moe_router_load_balancing_type", lambda v: "sinkhorn" in _each(v), "routing by sinkhorn depends on the whole batch; use 'none'"),
+    ("moe_aux_loss_coeff", lambda v: any(_each(v)), "auxiliary losses are not in the contract yet; use 0.0"),
     ("moe_z_loss_coeff", _on, "the z-loss is not in the contract; use None"),
     ("moe_input_jitter_eps", _on, "noise on the router's input; use None"),
     ("moe_router_force_load_balancing", _on, "random routing; use False"),

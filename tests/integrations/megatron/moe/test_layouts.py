@@ -32,11 +32,11 @@ def test_every_layout_gives_the_bytes_of_one_rank(world, fields):
 
     def work(rank):
         layer = world.build(row)
-        found = world.step(layer, row, p.x, None if row.inference else p.dout)
+        place, found = world.step(layer, row, p.x, None if row.inference else p.dout)
         for name in plants:
             with world.PLANTS[name]():
-                found[name] = world.step(layer, row, p.x)["out"]
-        return world.place(row), found
+                found[name] = world.step(layer, row, p.x)[1]["out"]
+        return place, found
 
     results = world.run(row, work)
     for name in ("out",) if row.inference else ("out", "dx"):

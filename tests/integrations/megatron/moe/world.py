@@ -26,7 +26,7 @@ from tio_megatron.integrations.megatron.moe_spec import moe_spec
 from tio_megatron.layers import dispatch, experts
 from tio_megatron.testing import assert_same_bytes, run_ranks
 
-S, B, H, I, E = 168, 4, 128, 96, 16
+S, B, H, WIDTH, E = 168, 4, 128, 96, 16
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -71,14 +71,19 @@ def problem(row, seed=0):
     new = lambda *shape, scale=1.0: (torch.randn(*shape, generator=g) * scale).to(DTYPES[row.dtype])  # noqa: E731
     n = row.experts
     return SimpleNamespace(
-        router=new(n, H, scale=0.3), gate=new(n, I, H, scale=0.1), up=new(n, I, H, scale=0.1), down=new(n, H, I, scale=0.15), x=new(S, B, H), dout=new(S, B, H)
+        router=new(n, H, scale=0.3),
+        gate=new(n, WIDTH, H, scale=0.1),
+        up=new(n, WIDTH, H, scale=0.1),
+        down=new(n, H, WIDTH, scale=0.15),
+        x=new(S, B, H),
+        dout=new(S, B, H),
     )
 
 
 def config(row, **fields):
     dtype = DTYPES[row.dtype]
     chosen = dict(
-        num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=I, moe_ffn_hidden_size=I, num_moe_experts=row.experts, moe_router_topk=row.k,
+        num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=WIDTH, moe_ffn_hidden_size=WIDTH, num_moe_experts=row.experts, moe_router_topk=row.k,
         moe_router_load_balancing_type="none", moe_token_dispatcher_type=row.way, moe_grouped_gemm=row.grouped, add_bias_linear=False, gated_linear_unit=True,
         activation_func=F.silu, tensor_model_parallel_size=row.tp, expert_model_parallel_size=row.ep, expert_tensor_parallel_size=row.etp,
         sequence_parallel=row.sp, params_dtype=dtype, bf16=dtype == torch.bfloat16, use_cpu_initialization=True, bias_activation_fusion=False,
@@ -94,14 +99,15 @@ def build(row, stock=False, **fields):
         model_parallel_cuda_manual_seed(1)
     chosen = config(row, **fields)
     spec = get_moe_module_spec(use_te=False, num_experts=row.experts, moe_grouped_gemm=row.grouped and not stock)
-    layer = build_module(spec if stock else moe_spec(spec, chosen), config=chosen, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(spec if stock else moe_spec(spec, chosen), config=chosen, layer_number=1, pg_collection=groups)
     load(layer, row, problem(row))
     return layer.eval() if row.inference else layer
 
 
 def load(layer, row, p):
     ep, etp = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    lo, cut = ep * row.experts // row.ep, slice(etp * I // row.etp, (etp + 1) * I // row.etp)
+    lo, cut = ep * row.experts // row.ep, slice(etp * WIDTH // row.etp, (etp + 1) * WIDTH // row.etp)
     with torch.no_grad():
         layer.router.weight.copy_(p.router)
         for i, (w13, w2) in enumerate(expert_weights(layer)):
@@ -138,15 +144,15 @@ def whole(parts):
 
 
 def step(layer, row, x, dout=None, padding_mask=None):
-    """Forward (and backward, given ``dout``) on this rank's part: [(name, tensor)]."""
+    """Forward (and backward, given ``dout``) on this rank's part: its place and {name: tensor}."""
     mine = own(row, x).requires_grad_(dout is not None)
     mask = None if padding_mask is None else own(row, padding_mask).t()
     out, bias = layer(mine, padding_mask=mask)
     assert bias is None
     if dout is None:
-        return {"out": out.detach()}
+        return place(row), {"out": out.detach()}
     out.backward(own(row, dout))
-    return {"out": out.detach(), "dx": mine.grad}
+    return place(row), {"out": out.detach(), "dx": mine.grad}
 
 
 @contextlib.contextmanager
@@ -180,7 +186,7 @@ def alone(row):
     """Output and input gradient of the same problem on one rank."""
     row = row.alone
     p = problem(row)
-    return run(row, lambda rank: step(build(row), row, p.x, p.dout))[0]
+    return run(row, lambda rank: step(build(row), row, p.x, p.dout))[0][1]
 
 
 # Wrong orders, planted on purpose: what a layout test must notice. Each replaces one operator or collective inside a block. They compute
