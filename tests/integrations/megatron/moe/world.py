@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tio_megatron.collectives import all_gather, all_to_all
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.megatron import cpu_device, state
 from tio_megatron.integrations.megatron.moe_spec import moe_spec
 from tio_megatron.layers import dispatch, experts
@@ -83,7 +84,8 @@ def problem(row, seed=0):
 def config(row, **fields):
     dtype = DTYPES[row.dtype]
     chosen = dict(
-        num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=WIDTH, moe_ffn_hidden_size=WIDTH, num_moe_experts=row.experts, moe_router_topk=row.k,
+        num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=WIDTH, moe_ffn_hidden_size=WIDTH, num_moe_experts=row.experts,
+        moe_router_topk=row.k,
         moe_router_load_balancing_type="none", moe_token_dispatcher_type=row.way, moe_grouped_gemm=row.grouped, add_bias_linear=False, gated_linear_unit=True,
         activation_func=F.silu, tensor_model_parallel_size=row.tp, expert_model_parallel_size=row.ep, expert_tensor_parallel_size=row.etp,
         sequence_parallel=row.sp, params_dtype=dtype, bf16=dtype == torch.bfloat16, use_cpu_initialization=True, bias_activation_fusion=False,
@@ -158,7 +160,7 @@ def step(layer, row, x, dout=None, padding_mask=None):
 @contextlib.contextmanager
 def session(contract=None):
     """A contract in force without the patches of ``apply``: the layer needs none."""
-    state.enter(state.Session(contract or Contract()))
+    state.enter(Setting(contract or Contract()))
     try:
         yield
     finally:
