@@ -9,10 +9,12 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tio_megatron.integrations.megatron.modules import OrderedColumnLinear, OrderedRowLinear
 from tio_megatron.integrations.megatron.moe_experts import OrderedGroupedMLP, OrderedSequentialMLP
 from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
 from tio_megatron.integrations.megatron.moe_refusals import moe_refusals, refuse_moe
 from tio_megatron.integrations.megatron.moe_router import OrderedRouter
+from tio_megatron.integrations.megatron.moe_shared import OrderedSharedExpertMLP
 
 __all__ = ["moe_refusals", "moe_spec"]
 
@@ -38,8 +40,9 @@ def moe_spec(stock: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
         ours = ModuleSpec(module=OrderedSequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     else:
         raise ValueError(f"experts: {kind} is not a module we can replace; use Megatron's GroupedMLP, TEGroupedMLP or SequentialMLP")
+    shared = ModuleSpec(module=OrderedSharedExpertMLP, submodules=MLPSubmodules(linear_fc1=OrderedColumnLinear, linear_fc2=OrderedRowLinear))
     return ModuleSpec(
         module=OrderedMoELayer,
-        submodules=MoESubmodules(experts=ours, shared_experts=submodules.shared_experts, router=OrderedRouter),
+        submodules=MoESubmodules(experts=ours, shared_experts=shared, router=OrderedRouter),
         metainfo=dict(stock.metainfo),
     )

@@ -180,6 +180,29 @@ def test_minus_zero_survives(world):
         assert_same_bytes(out, forward(world, row.alone, x, change=negative), way)
 
 
+def test_shared_experts_in_every_layout(world):
+    """A shared expert of width 64 beside the routed ones: the same bytes over tensor-parallel ranks."""
+
+    def work(rank, row):
+        layer = world.build(row, moe_shared_expert_intermediate_size=64)
+        g, tp = torch.Generator().manual_seed(5), row.tp
+        fc1, fc2 = torch.randn(2, 64, world.H, generator=g) * 0.1, torch.randn(world.H, 64, generator=g) * 0.1
+        at = rank % tp
+        with torch.no_grad():
+            layer.shared_experts.linear_fc1.weight.copy_(fc1.chunk(tp, 1)[at].flatten(0, 1))
+            layer.shared_experts.linear_fc2.weight.copy_(fc2.chunk(tp, 1)[at])
+        p = world.problem(row)
+        return world.step(layer, row, p.x, p.dout)
+
+    alone = world.Row().alone
+    expected = world.run(alone, work, alone)[0][1]
+    assert first_mismatch(expected["out"], world.alone(alone)["out"]) is not None, "the shared expert does nothing"
+    for row in (world.Row(tp=2, ep=2), world.Row(tp=4, ep=2, etp=2, way="allgather")):
+        found = world.run(row, work, row)
+        for name in ("out", "dx"):
+            assert_same_bytes(world.gather(found, name), expected[name], f"{row}: {name}")
+
+
 @pytest.mark.parametrize("fields", [dict(tp=2, etp=2), dict(tp=4, etp=4), dict(ep=4, way="allgather", k=8)], ids=["etp2", "etp4", "ep4-allgather"])
 def test_control_stock_differs(world, fields):
     """Megatron's own layer gives other bytes in these layouts, in fp32."""
