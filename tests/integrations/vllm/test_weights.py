@@ -82,11 +82,9 @@ def test_dense_tied_there_and_back(dense: Engine, path) -> None:
 
 def test_any_subset_of_names(restored: Engine, moe: tuple[Path, Path], tmp_path: Path) -> None:
     """Parts of fused weights (q of qkv, one projection of one expert) leave the rest as it was."""
-    new = {
-        name: tensor
-        for name, tensor in Checkpoint(moe[1]).tensors()
-        if name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight")
-    }
+    layers = "model.layers."
+    names = (f"{layers}0.self_attn.q_proj.weight", f"{layers}1.mlp.experts.3.up_proj.weight", f"{layers}1.mlp.gate.weight", "model.norm.weight")
+    new = {name: tensor for name, tensor in Checkpoint(moe[1]).tensors() if name in names}
     push_weights(restored.llm, new.items(), restored.contract)
     mixed = Teacher(moe[0], restored.contract)
     mixed.weights |= new
