@@ -4,7 +4,7 @@
 //   #include "for_each_isa.h"          // tio::generic::f, tio::avx2::f, tio::avx512::f
 //   ... TIO_PICK(f)(arguments) ...     // the one in force
 //
-// A body includes nothing; it sees the vectors of vec.h and marks every function with TIO_FN, or TIO_INLINE to be always inlined.
+// A body includes nothing but other bodies; it sees the vectors of vec.h and marks every function with TIO_FN, or TIO_INLINE to be always inlined.
 // No function in a body may use OpenMP: threads are started by the code that picks.
 #include "isa.h"
 
