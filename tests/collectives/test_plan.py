@@ -86,7 +86,7 @@ def test_every_rank_count_obeys_the_tree(schedule, size):
         _check(schedule, plan.rank_order(size), size, direct)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_split_of_any_tree_obeys_the_tree(data):
     leaves = data.draw(st.integers(1, 24))
