@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ def test_words():
     assert "(((1+2)+3)+0)" in text
     assert "two terms commute" in collectives.explain(2, [4]) and "vendor" not in collectives.explain(None, [4])
     assert "piece 3 (((((((4+5)+6)+7)+0)+1)+2)+3), ..." in collectives.explain(8, [4])
+
+
+def test_the_page_shows_what_is_printed():
+    page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+    assert collectives.explain(4, [512, 2048], schedule="ring") in page
 
 
 def test_what_it_says_is_what_happens():
