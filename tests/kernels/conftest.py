@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from tio_megatron.kernels import library
 from tio_megatron.testing import poison
 

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tio_megatron.contract import ReductionTree
 from tio_megatron.kernels import math
 from tio_megatron.kernels.exact import fma, sqrt
 from tio_megatron.kernels.math import reference
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 1e-38, 88.72283, 88.72284, 89.0, -87.33655, -103.97, -104.0, 3e38, -3e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1e-45,
+    -1e-45,
+    1e-38,
+    88.72283,
+    88.72284,
+    89.0,
+    -87.33655,
+    -103.97,
+    -104.0,
+    3e38,
+    -3e38,
+]
 
 
 def _everywhere() -> torch.Tensor:
@@ -35,7 +55,9 @@ def test_place_decides_nothing(isa: str) -> None:
 def test_special_values() -> None:
     x = torch.tensor(SPECIAL)
     assert_same_bytes(math.exp(torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])), torch.tensor([1.0, 1.0, float("inf"), 0.0, float("nan")]))
-    assert_same_bytes(math.log(torch.tensor([0.0, -0.0, float("inf"), 1.0, -1.0])), torch.tensor([-float("inf"), -float("inf"), float("inf"), 0.0, float("nan")]))
+    assert_same_bytes(
+        math.log(torch.tensor([0.0, -0.0, float("inf"), 1.0, -1.0])), torch.tensor([-float("inf"), -float("inf"), float("inf"), 0.0, float("nan")])
+    )
     assert (math.exp(x) >= 0)[~x.isnan()].all()
 
 

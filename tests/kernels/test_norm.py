@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tio_megatron.kernels import norm
 from tio_megatron.kernels.exact import chain_dot, leaf_dot
 from tio_megatron.kernels.norm import reference
@@ -78,7 +79,14 @@ def test_autograd_is_the_backward() -> None:
     assert_same_bytes(dx, norm.rms_norm_backward(dy, total.detach(), w.detach(), EPS)[0] + dy)
 
 
-@pytest.mark.parametrize("x, w, says", [(torch.ones(2, 4), torch.ones(5), "w has shape"), (torch.ones(2, 4).double(), torch.ones(4), "float64"), (torch.ones(2, 0), torch.ones(0), "must not be empty")])
+@pytest.mark.parametrize(
+    "x, w, says",
+    [
+        (torch.ones(2, 4), torch.ones(5), "w has shape"),
+        (torch.ones(2, 4).double(), torch.ones(4), "float64"),
+        (torch.ones(2, 0), torch.ones(0), "must not be empty"),
+    ],
+)
 def test_refusals(x: torch.Tensor, w: torch.Tensor, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         norm.rms_norm(x, w, EPS)

@@ -6,6 +6,7 @@ from decimal import Decimal, getcontext
 
 import pytest
 import torch
+
 from tio_megatron.kernels import rope
 from tio_megatron.kernels.rope import reference
 from tio_megatron.testing import assert_same_bytes, first_mismatch

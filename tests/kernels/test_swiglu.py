@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tio_megatron.kernels import swiglu
 from tio_megatron.kernels.swiglu import reference
 from tio_megatron.testing import assert_same_bytes, first_mismatch

@@ -9,9 +9,9 @@
 #include "isa.h"
 
 #if TIO_X86
-#define TIO_PICK(f) (::tio::isa() == ::tio::Isa::avx512 ? ::tio::avx512::f : ::tio::isa() == ::tio::Isa::avx2 ? ::tio::avx2::f : ::tio::generic::f)
+#define TIO_PICK(...) (::tio::isa() == ::tio::Isa::avx512 ? ::tio::avx512::__VA_ARGS__ : ::tio::isa() == ::tio::Isa::avx2 ? ::tio::avx2::__VA_ARGS__ : ::tio::generic::__VA_ARGS__)
 #else
-#define TIO_PICK(f) (::tio::generic::f)
+#define TIO_PICK(...) (::tio::generic::__VA_ARGS__)
 #endif
 
 #define TIO_FN TIO_TARGET

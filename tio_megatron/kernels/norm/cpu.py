@@ -27,7 +27,19 @@ def _add_rms_norm_cpu(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tup
     w = w.contiguous()
     code, w_code = type_code(x, "x"), type_code(w, "w")
     _forward(
-        x.data_ptr(), layout, residual.data_ptr(), residual_layout, total.data_ptr(), code, count, x.shape[-1], w.data_ptr(), w_code, eps, y.data_ptr(), threads()
+        x.data_ptr(),
+        layout,
+        residual.data_ptr(),
+        residual_layout,
+        total.data_ptr(),
+        code,
+        count,
+        x.shape[-1],
+        w.data_ptr(),
+        w_code,
+        eps,
+        y.data_ptr(),
+        threads(),
     )
     return y, total
 
@@ -38,9 +50,7 @@ def _rms_norm_backward_cpu(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tupl
     x, count, layout = rows_of(x)
     w = w.contiguous()
     code, w_code = type_code(x, "x"), type_code(w, "w")
-    _gradient(
-        dy.data_ptr(), dy_layout, x.data_ptr(), layout, code, count, x.shape[-1], w.data_ptr(), w_code, eps, dx.data_ptr(), dw.data_ptr(), threads()
-    )
+    _gradient(dy.data_ptr(), dy_layout, x.data_ptr(), layout, code, count, x.shape[-1], w.data_ptr(), w_code, eps, dx.data_ptr(), dw.data_ptr(), threads())
     return dx, dw
 
 

@@ -19,9 +19,7 @@ def _rope_cpu(x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Ten
     positions, table = positions.contiguous(), table.contiguous()
     rows, half = table.shape[0], table.shape[1] // 2
     code = type_code(x, "x")
-    found = _rope(
-        x.data_ptr(), layout, code, *x.shape, positions.data_ptr(), table.data_ptr(), rows, half, inverse, y.data_ptr(), threads()
-    )
+    found = _rope(x.data_ptr(), layout, code, *x.shape, positions.data_ptr(), table.data_ptr(), rows, half, inverse, y.data_ptr(), threads())
     require(not found, "rope", f"positions reach {int(positions.min())} .. {int(positions.max())}; the table has the positions 0 .. {rows - 1}")
     return y
 
