@@ -160,16 +160,17 @@ def test_padding_and_neighbours_do_not_move_a_sequence(layout, folder, expected)
     assert_same_bytes(alone[0], expected("bf16")[0][2])
 
 
+WRONG = [([], {}), ([[]], {}), ([[1, 700]], {}), ([[1]], dict(rows=[[1]])), ([[1, 2]], dict(temperature=0.0))]
+
+
 def test_what_is_refused_when_scoring(folder):
     def run(model, _):
-        failures = []
-        for arguments in (dict(sequences=[]), dict(sequences=[[]]), dict(sequences=[[1, 700]]), dict(sequences=[[1]], rows=[[1]]), dict(sequences=[[1, 2]], temperature=0.0)):
-            try:
-                token_logprobs(model, arguments.pop("sequences"), **arguments)
-                failures.append("nothing")
-            except ValueError as error:
-                failures.append(str(error))
-        return failures
+        said = []
+        for sequences, arguments in WRONG:
+            with pytest.raises(ValueError) as error:
+                token_logprobs(model, sequences, **arguments)
+            said.append(str(error.value))
+        return said
 
     empty, hollow, outside, position, temperature = on_ranks(Setup(folder("bf16")), run)[0]
     assert "at least one sequence" in empty and "at least one token" in hollow
