@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from tio_megatron.collectives import all_reduce
 from tio_megatron.contract import ReductionTree
 from tio_megatron.kernels.combine import combine, combine_backward
-from tio_megatron.kernels.grouped import PackedExperts, grouped_linear
+from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear
 from tio_megatron.kernels.linear import matmul
 from tio_megatron.kernels.swiglu import swiglu, swiglu_backward
 from tio_megatron.layers.grads import deliver
@@ -40,10 +40,7 @@ def expert_mlp(x: Tensor, offsets: Tensor, w13: Weights, w2: Weights, *, leaves:
     Returns:
         [R, H], complete on every rank of the group.
     """
-    inner = swiglu(grouped_linear(x, w13, offsets, leaves=1))
-    if group is None or group.size() == 1:
-        return grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=x.dtype)
-    return all_reduce(grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=torch.float32), group, out_dtype=x.dtype)
+    return _down(swiglu(grouped_linear(x, w13, offsets, leaves=1)), offsets, w2, leaves, group)
 
 
 def expert_nodes(rows: Tensor, index: Tensor, ids: Tensor, probs: Tensor | None, *, experts: int, lo: int, hi: int) -> Tensor:
@@ -125,42 +122,38 @@ class ExpertMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, offsets: Tensor, leaves: int, dgrad_leaves: int, group: ProcessGroup | None, *weights: Tensor) -> Tensor:
         """``weights`` are the ``w13`` of all local experts, then their ``w2``; the rest as :func:`expert_mlp`."""
         count = len(weights) // 2
-        w13, w2 = weights[:count], weights[count:]
-        gate_up = grouped_linear(x, w13, offsets, leaves=1)
+        gate_up = grouped_linear(x, weights[:count], offsets, leaves=1)
         ctx.save_for_backward(x, gate_up, offsets, *weights)
         ctx.dgrad_leaves, ctx.group = dgrad_leaves, group
-        inner = swiglu(gate_up)
-        if group is None or group.size() == 1:
-            return grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=x.dtype)
-        return all_reduce(grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=torch.float32), group, out_dtype=x.dtype)
+        return _down(swiglu(gate_up), offsets, weights[count:], leaves, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, offsets, *weights = ctx.saved_tensors
         count = len(weights) // 2
-        w13, w2 = weights[:count], weights[count:]
         dy = dy.contiguous()
+        dgate_up = swiglu_backward(grouped_dgrad(dy, weights[count:], offsets, leaves=1), gate_up)
+        dx = grouped_dgrad(dgate_up, weights[:count], offsets, leaves=ctx.dgrad_leaves, paired=True, out_dtype=_partial_dtype(x, ctx.group))
+        dx = dx if _alone(ctx.group) else all_reduce(dx, ctx.group, out_dtype=x.dtype)
         bounds = offsets.tolist()
-        inner = swiglu(gate_up)
-        dinner = torch.empty_like(inner)
-        for e, (lo, hi) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            dinner[lo:hi] = matmul(dy[lo:hi], w2[e].t(), out_dtype=dy.dtype)
-        dgate_up = swiglu_backward(dinner, gate_up)
-        partial = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         grads: list[Tensor | None] = []
-        for e, (lo, hi) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            d = interleave_gate_up(dgate_up[lo:hi], ctx.dgrad_leaves)
-            w = interleave_gate_up(w13[e].t(), ctx.dgrad_leaves)
-            partial[lo:hi] = matmul(d, w, leaves=ctx.dgrad_leaves)
-            grads.append(deliver(w13[e], matmul(dgate_up[lo:hi].t(), x[lo:hi].t())))
-        for e, (lo, hi) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            grads.append(deliver(w2[e], matmul(dy[lo:hi].t(), inner[lo:hi].t())))
-        dx = partial.to(x.dtype) if ctx.group is None or ctx.group.size() == 1 else all_reduce(partial, ctx.group, out_dtype=x.dtype)
+        for left, right, group in ((dgate_up, x, weights[:count]), (dy, swiglu(gate_up), weights[count:])):
+            for lo, hi, weight in zip(bounds[:-1], bounds[1:], group, strict=True):
+                needed = ctx.needs_input_grad[5 + len(grads)]
+                # One expert at a time: only its gradient is held in fp32 besides the engine's own buffers.
+                grads.append(deliver(weight, matmul(left[lo:hi].t(), right[lo:hi].t())) if needed else None)
         return dx, None, None, None, None, *grads
 
 
-def interleave_gate_up(x: Tensor, leaves: int) -> Tensor:
-    """Columns ``[gate; up]`` put in the order of the leaves: gate leaf 0, up leaf 0, gate leaf 1, ... ``x`` is [..., 2 * I]."""
-    if leaves == 1:
-        return x
-    return x.unflatten(-1, (2, leaves, -1)).transpose(-3, -2).flatten(-3)
+def _alone(group: ProcessGroup | None) -> bool:
+    return group is None or group.size() == 1
+
+
+def _partial_dtype(x: Tensor, group: ProcessGroup | None) -> torch.dtype:
+    """What a product over a cut axis is rounded to here: a partial sum stays fp32 until the ranks' are joined."""
+    return x.dtype if _alone(group) else torch.float32
+
+
+def _down(inner: Tensor, offsets: Tensor, w2: Weights, leaves: int, group: ProcessGroup | None) -> Tensor:
+    rows = grouped_linear(inner, w2, offsets, leaves=leaves, out_dtype=_partial_dtype(inner, group))
+    return rows if _alone(group) else all_reduce(rows, group, out_dtype=inner.dtype)

@@ -1,17 +1,28 @@
-"""Gives the tests of this folder the module ``world``."""
+"""Gives the tests of this folder the modules ``world`` and ``models``."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-_WORLD = Path(__file__).parents[2] / "integrations/megatron/moe/world.py"
+HERE = Path(__file__).parents[2] / "integrations" / "megatron" / "moe"
+
+
+def load(name):
+    """A helper module of the tests of byte equality. Loaded once: forked ranks inherit megatron's import."""
+    spec = importlib.util.spec_from_file_location(f"moe_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
 def world():
-    """One expert layer in any layout; see its docstring. Loaded once: forked ranks inherit megatron's import."""
-    spec = importlib.util.spec_from_file_location("moe_world", _WORLD)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """One expert layer in any layout; see ``world.py``."""
+    return load("world")
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Whole models in any layout; see ``models.py``."""
+    return load("models")
