@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from tiny_megatron import Setup, on_ranks
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
@@ -16,7 +17,6 @@ from tio_megatron.integrations.megatron.apply import SUPPORTED_TORCH
 from tio_megatron.integrations.megatron.patches import GPT, all_patches
 from tio_megatron.integrations.megatron.registry import SUPPORTED_MEGATRON, MovedSymbolError, Patch, install
 from tio_megatron.layers import grads
-from tio_megatron.testing.megatron import Setup, on_ranks
 from tio_megatron.testing.qwen3 import write_tiny
 
 

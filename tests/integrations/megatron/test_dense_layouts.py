@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_megatron import Setup, last_stage, losses, on_ranks
 
 from tio_megatron import collectives
 from tio_megatron.contract import Contract, Cuts, Layout
 from tio_megatron.integrations.megatron import token_logprobs
 from tio_megatron.kernels import linear as products
 from tio_megatron.testing import assert_same_bytes, first_mismatch
-from tio_megatron.testing.megatron import Setup, last_stage, losses, on_ranks
 from tio_megatron.testing.qwen3 import DENSE, ragged, write_tiny
 
 
