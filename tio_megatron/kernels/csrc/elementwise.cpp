@@ -12,7 +12,7 @@ namespace {
 template <class Work>
 void in_pieces(int64_t n, int64_t grain, int64_t numbers_each, int threads, Work work) {
   const int count = useful_threads(threads, n * numbers_each);
-  const int64_t piece = std::max<int64_t>(1, (n + count - 1) / count + grain - 1) / grain * grain;
+  const int64_t piece = (std::max<int64_t>(1, (n + count - 1) / count) + grain - 1) / grain * grain;
 #pragma omp parallel num_threads(count)
   {
     FloatMode mode;
