@@ -65,7 +65,7 @@ def compare(trainer: Recording, rollout: Recording) -> Comparison:
     if differing.any() or rows.any():
         index = int(np.argmax(differing if differing.any() else rows))
         sequence, position = rollout.where(index)
-        what = f"{a[index]!r} / {b[index]!r} (bytes {a[index].tobytes()[::-1].hex()} / {b[index].tobytes()[::-1].hex()})" if differing.any() else "another row"
+        what = f"{a[index]} / {b[index]} (bytes {a[index].tobytes()[::-1].hex()} / {b[index].tobytes()[::-1].hex()})" if differing.any() else "another row"
         first = f"sequence {sequence}, token {position}: {what}"
     return Comparison(
         tokens=len(a),
