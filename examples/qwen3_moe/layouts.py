@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tio_megatron.contract import Layout
 
@@ -71,9 +71,11 @@ class TrainerLayout:
     def __str__(self) -> str:
         return f"{self.layout}{'' if self.dispatcher == 'alltoall' else ' ' + self.dispatcher}"
 
-    def without_experts(self) -> TrainerLayout:
-        """The same for a dense model."""
-        return replace(self, layout=replace(self.layout, etp=self.layout.tp))
+    @property
+    def words(self) -> str:
+        """What :meth:`parse` reads."""
+        sizes = self.layout
+        return f"tp{sizes.tp}+ep{sizes.ep}+etp{sizes.expert_tp}+pp{sizes.pp}+cp{sizes.cp}+dp{sizes.dp}+{'sp' if sizes.sp else 'nosp'}+{self.dispatcher}"
 
 
 @dataclass(frozen=True)

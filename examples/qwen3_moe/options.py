@@ -46,6 +46,7 @@ class Options:
     clip_grad: float
     micro_batch_size: int
     seed: int
+    train: bool
     control: bool
     quick: bool
     out: Path
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
     megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size; only 1 so far")
     megatron.add_argument(
-        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="on whenever --tp is above 1: Megatron trains experts no other way"
+        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
     )
     megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
     megatron.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences per micro-batch (2)")
@@ -93,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--temperature", type=float, default=0.8, help="of the sampled half of the requests; the other half is greedy (0.8)")
     job.add_argument("--trainers", nargs="+", metavar="LAYOUT", help=f"further trainer layouts of the table ({' '.join(TRAINERS)})")
     job.add_argument("--rollouts", nargs="+", metavar="LAYOUT", help=f"rollout layouts of the table, the first runs the rounds ({' '.join(ROLLOUTS)})")
+    job.add_argument("--no-train", action="store_true", help="only sample and score, with the weights as they are")
     job.add_argument("--no-control", action="store_true", help="leave out the stock packages")
     job.add_argument("--out", type=Path, default=Path("out/qwen3_moe"), metavar="DIR", help="report.json, logdiff.png, logs (out/qwen3_moe)")
     return made
@@ -151,6 +153,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
         clip_grad=a.clip_grad,
         micro_batch_size=a.micro_batch_size,
         seed=a.seed,
+        train=not a.no_train,
         control=not a.no_control,
         quick=a.quick,
         out=a.out,

@@ -26,6 +26,7 @@ class Pair:
     trainer: str
     rollout: str
     found: Comparison
+    checkpoint: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For the report; an infinite difference is written as a string, JSON has no infinity."""
@@ -33,6 +34,7 @@ class Pair:
         return {
             "trainer": self.trainer,
             "rollout": self.rollout,
+            "checkpoint": self.checkpoint,
             "tokens": self.found.tokens,
             "sampled": self.found.sampled,
             "nonzero": self.found.nonzero,

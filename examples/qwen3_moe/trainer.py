@@ -67,9 +67,10 @@ class Trainer:
             self.optimizer.reload_model_params()
 
     def train_with(self, *, lr: float, clip_grad: float) -> None:
-        """Add what training needs: Megatron's data parallel wrapper and its Adam."""
-        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False)
-        self.model = DistributedDataParallel(self.megatron, wrapping, self.model)
+        """Add what training needs: Megatron's data parallel wrapper (once) and a new Adam."""
+        if self.optimizer is None:
+            wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False)
+            self.model = DistributedDataParallel(self.megatron, wrapping, self.model)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=lr,
@@ -199,7 +200,16 @@ class Trainer:
 
 
 def pretrain(
-    trainer: Trainer, stream: Any, *, steps: int, seconds: float, length: int, sequences: int, lr: float, seed: int, progress: Callable[[int, float], None]
+    trainer: Trainer,
+    stream: Any,
+    *,
+    steps: int,
+    seconds: float,
+    length: int,
+    sequences: int,
+    lr: float,
+    seed: int,
+    progress: Callable[[int, float], None],
 ) -> int:
     """Plain next-token training on windows of ``stream``; stops early after ``seconds``. Returns the steps taken."""
     generator = torch.Generator().manual_seed(seed)

@@ -77,6 +77,27 @@ class Recording:
         sequence = int(np.searchsorted(ends, index, side="right"))
         return sequence, index - int(ends[sequence - 1] if sequence else 0) + 1
 
+    def like(self, other: Recording) -> Recording:
+        """What this recording says about ``other``'s sequences, in ``other``'s order.
+
+        Raises:
+            ValueError: it says nothing about one of them.
+        """
+        starts = np.concatenate([[0], np.cumsum(self.lengths - 1)])
+        found = {tuple(sequence): i for i, sequence in enumerate(self.sequences)}
+        try:
+            chosen = [found[tuple(sequence)] for sequence in other.sequences]
+        except KeyError as error:
+            raise ValueError(f"recording: nothing was recorded about the sequence of {len(error.args[0])} tokens that starts {error.args[0][:8]}") from error
+        places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen]) if chosen else np.zeros(0, dtype=np.int64)
+        rows = self.rows[places] if len(self.rows) else self.rows
+        return Recording(other.lengths, other.prompts, other.tokens, self.logprobs[places], rows)
+
+    def __add__(self, other: Recording) -> Recording:
+        """Both, one after the other."""
+        names = ("lengths", "prompts", "tokens", "logprobs", "rows")
+        return Recording(*[np.concatenate([getattr(self, name), getattr(other, name)]) for name in names])
+
     def save(self, path: Path) -> None:
         """Write an npz file; whoever reads ``path`` finds all of it or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
