@@ -25,6 +25,8 @@ from tio_megatron.verify import Comparison, Recording, compare
 STOCK_TRAINERS = ("tp1", "tp2+ep2")
 STOCK_ROLLOUTS = ("tp1", "tp2")
 CHILD_SECONDS = 1800.0
+Asked = tuple[list[list[int]], list[int]]
+"""Sequences and the lengths of their prompts."""
 
 
 class Run:
@@ -139,7 +141,7 @@ class Run:
         options = self.options
         return requests(self.stage.prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed, round_number=number)
 
-    def _sample(self, engine: Rollout, layout: RolloutLayout, number: int) -> tuple[list[list[int]], list[int]]:
+    def _sample(self, engine: Rollout, layout: RolloutLayout, number: int) -> Asked:
         with self.screen.step(f"round {number + 1}: vLLM samples, {layout}") as note:
             recording = engine.generate(self._requests(number), self.scratch / f"rollout-{layout}-{number}.npz")
             note(f"{int(recording.sampled.sum())} tokens after {len(recording.lengths)} prompts")
@@ -200,7 +202,7 @@ class Run:
         name = str(self.options.trainer)
         for number in range(self.stage.rounds):
 
-            def missing(number: int = number) -> tuple[list[list[int]], list[int]]:
+            def missing(number: int = number) -> Asked:
                 known = set(map(tuple, self.scored[name][number].sequences))
                 sequences, prompts = self._union(number)
                 kept = [(s, p) for s, p in zip(sequences, prompts, strict=True) if tuple(s) not in known]
@@ -213,7 +215,7 @@ class Run:
                 if scores is not None:
                     self.scored[name][number] += scores
 
-    def _union(self, number: int) -> tuple[list[list[int]], list[int]]:
+    def _union(self, number: int) -> Asked:
         return _union([recordings[number] for recordings in self.recorded.values()])
 
     def _ask_to_score(
@@ -264,7 +266,7 @@ def total(found: Iterator[Comparison]) -> Comparison:
     return result
 
 
-def _union(recordings: Sequence[Recording]) -> tuple[list[list[int]], list[int]]:
+def _union(recordings: Sequence[Recording]) -> Asked:
     """Every different sequence once."""
     seen: dict[tuple[int, ...], int] = {}
     for recording in recordings:
@@ -274,4 +276,5 @@ def _union(recordings: Sequence[Recording]) -> tuple[list[list[int]], list[int]]
 
 
 def _environment(layout: RolloutLayout) -> dict[str, str | None]:
-    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": None}
+    # Dynamo would spend ten seconds on compiling a rank counter.
+    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def require_same_contract(contract: Contract, kernels: str, engine: Mapping[str,
     if not engine:
         raise InputProblem("trainer has the plug-in, rollout has not: vLLM did not load it (is VLLM_PLUGINS set without tio_megatron?); switch it on in both")
     if engine.get("fingerprint") != ours:
-        fields = contract.differences(Contract.from_json(engine["contract"]))
+        fields = contract.differences(Contract.from_json(json.dumps(engine["contract"])))
         if engine.get("kernels") != kernels:
             fields.append(f"kernels: {kernels} / {engine.get('kernels')}")
         raise InputProblem(f"trainer and rollout follow different contracts (trainer / rollout): {'; '.join(fields) or 'fingerprints differ'}")
