@@ -33,6 +33,7 @@ def start(
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": max_num_seqs,
+        "block_size": 64,
         "enable_chunked_prefill": True,
         "max_logprobs": -1,
         "seed": 0,
