@@ -51,7 +51,7 @@ class Child:
         variables["PYTHONPATH"] = os.pathsep.join(part for part in (root, variables.get("PYTHONPATH")) if part)
         with open(self.log, "wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=variables, start_new_session=True
+                [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=variables, start_new_session=True
             )
 
     def ask(self, action: str, progress: Callable[[dict[str, Any]], None] = lambda note: None, **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def check_versions() -> None:
 
 
 def _run(options: Options, first: bool) -> int:
+    warnings.simplefilter("ignore")  # megatron-core says on import, once a module, which accelerator packages are missing
     from examples.qwen3_moe import report, stages
     from examples.qwen3_moe.job import Run
     from examples.qwen3_moe.screen import Screen

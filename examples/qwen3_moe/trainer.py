@@ -22,6 +22,7 @@ from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, w
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.scoring import token_logprobs
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
 from tio_megatron.verify import Recording
 
@@ -139,13 +140,16 @@ class Trainer:
         return {"loss": sum(losses), "grad_norm": float(norm or 0.0), "updated": float(bool(updated))}
 
     def export(self, folder: Path, *, files: Sequence[Path] = ()) -> dict[str, str]:
-        """Write the weights as an HF folder from rank 0; returns the manifest there, nothing elsewhere."""
+        """Write the weights as an HF folder from rank 0; returns the manifest there, nothing elsewhere. The folder is there on return."""
         stream = export_weights(self.model, self.config, destination=0)
+        digests = {}
         if dist.get_rank() == 0:
-            return write_checkpoint(folder, self.config.raw, stream, files=files)
-        for _ in stream:
-            pass
-        return {}
+            digests = write_checkpoint(folder, self.config.raw, stream, files=files)
+        else:
+            for _ in stream:
+                pass
+        dist.barrier()
+        return digests
 
     def close(self) -> None:
         """Leave Megatron's groups."""
@@ -176,8 +180,6 @@ class Trainer:
     def _ours(self, part: Batch) -> list[tuple[list[float], list[bytes]]] | None:
         """Log-probabilities and row digests of a batch's sequences by the package; None but on the last stage."""
         # Padding is passed as tokens: data-parallel ranks then take equal shapes, and no token reads a later one.
-        from tio_megatron.integrations.megatron.scoring import token_logprobs
-
         wanted = [range(length - 1) for length in part.lengths]
         scores = token_logprobs(self.model, list(part.tokens), rows=wanted)
         if scores is None:
