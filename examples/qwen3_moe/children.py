@@ -50,9 +50,9 @@ class Child:
         root = str(Path(__file__).resolve().parents[2])
         variables["PYTHONPATH"] = os.pathsep.join(part for part in (root, variables.get("PYTHONPATH")) if part)
         with open(self.log, "wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=variables, start_new_session=True
-            )
+            command = [sys.executable, "-W", "ignore", "-m", module]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, env=variables, start_new_session=True)
 
     def ask(self, action: str, progress: Callable[[dict[str, Any]], None] = lambda note: None, **fields: Any) -> dict[str, Any]:
         """Send a command and wait for its answer; lines with ``progress`` on the way go to ``progress``.
