@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from tio_megatron.checkpoint import Checkpoint
+from tio_megatron.checkpoint import Checkpoint, tensor_table
 from tio_megatron.contract import Contract, Layout
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.apply import apply
@@ -107,20 +107,26 @@ def alone(k, dtype):
     return joined(run_ranks(1, scores, Row(k=k, dtype=dtype), {}, timeout=200), "ours")
 
 
-def train(rank, row, steps=1, **fields):
+def train(rank, row, steps=1, distributed=False, fields=()):
     """``steps`` optimizer steps on 8 samples of 64 tokens, spread over data-parallel ranks, one sample a micro-batch.
+
+    Args:
+        distributed: with the distributed optimizer.
+        fields: further fields of Megatron's config.
+
 
     Returns (on rank 0) the loss, the gradients of the last step and the weights after it, by HF name; the loss is the last stage's.
     """
     cpu_device.enable()
     start(row)
     with apply(Contract(), vocab_size=VOCAB):
-        bare = build(row, Contract(), **fields)
+        bare = build(row, Contract(), **dict(fields))
         config = bare.config
         config.finalize_model_grads_func = finalize_model_grads
-        overlap = row.pp == 1
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap), bare)
-        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, bf16=row.dtype == "bfloat16", clip_grad=0.0), [model])
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=row.pp == 1, use_distributed_optimizer=distributed)
+        model = DistributedDataParallel(config, ddp, bare)
+        adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=row.dtype == "bfloat16", clip_grad=0.0, use_distributed_optimizer=distributed)
+        optimizer = get_megatron_optimizer(adam, [model])
         tokens = torch.tensor(ragged((65,) * 8, seed=7))
         dp, place = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
@@ -149,13 +155,30 @@ def train(rank, row, steps=1, **fields):
 
 
 def _exported(model, row, swap=False):
-    """Parameters, or with ``swap`` their fp32 gradients, whole and by HF name, on rank 0."""
+    """Parameters, or with ``swap`` their gradients (rounded to the model's dtype), whole and by HF name, on rank 0."""
     held = [p.data for p in model.parameters()]
     with Checkpoint(folder(row.k, row.dtype)) as checkpoint:
         if swap:
             for parameter in model.parameters():
-                parameter.data = parameter.main_grad
+                parameter.data = parameter.main_grad.to(parameter.dtype)
         found = {name: value.clone() for name, value in export_weights(model, checkpoint.config) if value is not None}
     for parameter, data in zip(model.parameters(), held, strict=True):
         parameter.data = data
     return found
+
+
+def weights(row):
+    """The checkpoint's tensors by HF name."""
+    with Checkpoint(folder(row.k, row.dtype)) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in tensor_table(checkpoint.config.shape)}
+
+
+def stock_logprobs(row):
+    """Log-probabilities of the first sequence from Megatron's own model, on one rank."""
+    ids = torch.tensor(SEQUENCES[0])[None]
+    model = build(row, Contract())
+    length = ids.shape[1]
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    with torch.no_grad():
+        logits = model(ids, torch.arange(length)[None], mask)[0, :, :VOCAB].float()
+    return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
