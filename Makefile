@@ -42,6 +42,10 @@ need_disk() {  # folder
     free=$$(df -Pk "$$1" | awk 'NR == 2 { print int($$4 / 1048576) }')
     [ "$$free" -ge $(GB_FREE) ] || die "$$free GB free at $$1 and $(GB_FREE) GB needed: make room, or choose other places with make VENV=DIR and TIO_WHEEL_CACHE=DIR"
 }
+empty() {  # the folder of stamps goes last: by it the next run knows that the environment is ours
+    rm -f $(STAMPS)/*
+    find $(VENV) -mindepth 1 -maxdepth 1 ! -name .tio -exec rm -rf {} +
+}
 fetch() {  # arguments of pip download; new wheels appear in the cache whole or not at all
     new=$$(mktemp -d "$(WHEELS)/.new.XXXXXX"); trap 'rm -rf "$$new"' EXIT
     $(BIN)/python -m pip download $(if $(CI),-qq) --disable-pip-version-check --no-cache-dir --only-binary :all: --find-links "$(WHEELS)" --dest "$$new" "$$@"
@@ -62,7 +66,7 @@ help:  ## this list
 setup: $(PACKAGE_DONE)  ## make .venv with the locked dependencies and the package, built (the others call it)
 
 demo: setup  ## the main job: Megatron and vLLM in many layouts, logdiff 0 in each (ARGS=--quick: within 2 minutes)
-	@PYTHON='$(BIN)/python' bash launch/qwen3_moe.sh $(ARGS)
+	@PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh $(ARGS)
 
 test: setup  ## the tests that CI runs
 	@$(BIN)/python -m pytest -m 'not full' $(ARGS)
@@ -83,20 +87,21 @@ clean:  ## remove what was built and measured; .venv and the wheels stay
 	find . -path ./$(VENV) -prune -o \( -name __pycache__ -prune -o -name '*.so' \) -print0 | xargs -0 rm -rf
 
 distclean: clean  ## remove .venv too; the wheels stay
-	@if [ -d $(STAMPS) ]; then rm -rf $(VENV); fi
+	@$(HELPERS)
+	if [ -d $(STAMPS) ]; then empty; rm -rf $(VENV); fi
 
 $(ENV_DONE):
 	@$(HELPERS)
 	exec 9< $(firstword $(MAKEFILE_LIST)); flock 9  # two makes in one checkout: the second waits, then finds the work done
 	[ -e '$@' ] && exit 0
 	need
-	mkdir -p "$$(dirname $(VENV))"
-	need_disk "$$(dirname $(VENV))"
 	if [ -e $(VENV) ]; then
 	    [ -d $(STAMPS) ] || die "'$(VENV)' was not made by this Makefile: move it away, or choose another place with make VENV=DIR"
 	    say "making $(VENV) anew: it is unfinished, was moved, or belongs to another $(LOCK)"
-	    rm -rf $(VENV)
+	    empty
 	fi
+	mkdir -p "$$(dirname $(VENV))"
+	need_disk "$$(dirname $(VENV))"
 	mkdir -p $(STAMPS)
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p "$(WHEELS)"

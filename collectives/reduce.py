@@ -7,12 +7,13 @@ schedule      bytes sent                                             scratch
 ============  =====================================================  =======================
 ``doubling``  ``S ceil(log2 P)`` for P a power of two                ``S``, ``2 S`` from P = 3 on
 ``scatter``   ``2 S (P-1) / P``                                      ``S (P-1) / P``
-``ring``      ``S (P-1 + N) / P``, N the nodes carried (see below)   ``S / P`` times the most nodes held
+``ring``      ``S (P-1 + N) / P``, N the nodes carried               ``S / P`` per node held
 ============  =====================================================  =======================
 
 Pieces are whole elements, so ``S / P`` is rounded up. For other P ``doubling`` makes an upper half of c ranks serve d lower ones, up to
-``ceil(d / c)`` messages each. N is P-1 for a vendor's ring; a fixed order costs more, at most ``2 log2 P`` nodes a hop: N is
-1 at P = 2, 3.. 5 at P = 4 by rank. :func:`tio_megatron.collectives.explain` prints the numbers.
+``ceil(d / c)`` messages each. A vendor's ring carries N = P-1 nodes over its hops; a fixed order carries more, never above ``2 log2 P`` in
+one hop: N is 1, 3, 5 and 18 at P = 2, 3, 4 and 8 for the busiest rank, and 1, 3, 4 and 6 nodes are held.
+:func:`tio_megatron.collectives.explain` prints the numbers.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def test_stopped_at_any_moment_it_is_completed_by_the_next_run(make, checkout: P
 
 
 @needs_wheels
+@pytest.mark.full
 def test_two_at_once_do_the_work_once(checkout: Path, make) -> None:
     command = ["make", "LOCK=two.lock", f"PYTHON={sys._base_executable}", "setup"]
     both = [subprocess.Popen(command, cwd=checkout, env=environment(checkout / "wheels"), stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,12 @@ class Contract:
     version: int = VERSION
 
     def __post_init__(self) -> None:
+        # A float or bool that equals the right number would print, and so hash, as another contract.
+        for name in ("chain", "kv_block", "vocab_block", "grain", "version"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"contract: {name} must be a whole number, got {getattr(self, name)!r}")
+        if not isinstance(self.family, str) or not isinstance(self.cuts, Cuts):
+            raise ValueError(f"contract: family must be a name and cuts a Cuts, got {self.family!r} and {self.cuts!r}")
         if self.version != VERSION:
             raise ValueError(f"contract: version {self.version} is not the version of this package, {VERSION}")
         if self.family not in FAMILIES:
@@ -130,15 +136,23 @@ class Contract:
         problem = self._problem(axis, length, parts, where)
         if problem:
             raise ValueError(str(problem))
-        return getattr(self.cuts, axis) // parts
+        return self._leaves(axis) // parts
+
+    def _leaves(self, axis: str) -> int:
+        leaves = dataclasses.asdict(self.cuts).get(axis)
+        if leaves is None:
+            raise ValueError(f"contract: no cuts on an axis {axis!r}; known are {[f.name for f in dataclasses.fields(Cuts)]}")
+        return int(leaves)
 
     def _problem(self, axis: str, length: int, parts: int, where: str) -> LayoutProblem | None:
-        leaves = getattr(self.cuts, axis)
+        leaves = self._leaves(axis)
         if length % leaves:
-            fits = [c for c in (1, 2, 4, 8, 16, 32, 64) if length % c == 0]
-            return LayoutProblem(where, f"{length} terms do not divide into cuts.{axis} = {leaves} equal leaves", f"cuts.{axis} in {fits} would work")
+            most = _powers_that_divide(length)[-1]
+            fits = [c for c in _powers_that_divide(length) if parts > 0 and c % parts == 0]
+            works = f"cuts.{axis} in {fits} would work" if fits else f"cuts.{axis} = {most} with {_powers_that_divide(most)} parts would work"
+            return LayoutProblem(where, f"{length} terms do not divide into cuts.{axis} = {leaves} equal leaves", works)
         if parts < 1 or leaves % parts:
-            fits = [c for c in (1, 2, 4, 8, 16, 32, 64) if leaves % c == 0]
+            fits = _powers_that_divide(leaves)
             more = f", or cuts.{axis} = {parts}" if is_power_of_two(parts) and length % parts == 0 else ""
             return LayoutProblem(where, f"cut into {parts} parts, but cuts.{axis} = {leaves} leaves", f"sizes {fits} would work{more}")
         return None
@@ -146,16 +160,17 @@ class Contract:
     def problems(self, layout: Layout, model: ModelShape) -> Iterator[LayoutProblem]:
         """Every product of ``model`` whose cut by ``layout`` does not fall on leaves, and every part that does not divide."""
         m, tp, etp, ep = model, layout.tp, layout.expert_tp, layout.ep
-        sizes = lambda n: [d for d in range(1, 65) if n % d == 0]  # noqa: E731
         if m.heads % tp:
-            yield LayoutProblem("attention", f"{m.heads} query heads do not divide by tp {tp}", f"tp in {sizes(m.heads)} would work")
+            yield LayoutProblem("attention", f"{m.heads} query heads do not divide by tp {tp}", f"tp in {_divisors(m.heads)} would work")
         elif m.kv_heads % tp and tp % m.kv_heads:
-            yield LayoutProblem("attention", f"{m.kv_heads} key/value heads and tp {tp}: neither divides the other", f"tp in {sizes(m.kv_heads)} would work")
-        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.o_proj"), ("col_dgrad", (m.heads + 2 * m.kv_heads) * m.head_dim, tp, "attention.qkv (input gradient)")]
+            what = f"{m.kv_heads} key/value heads and tp {tp}: neither divides the other"
+            yield LayoutProblem("attention", what, f"tp in {_divisors(m.kv_heads)} would work")
+        qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
+        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.o_proj"), ("col_dgrad", qkv, tp, "attention.qkv (input gradient)")]
         if m.experts:
             axes += [("expert_row", m.moe_ffn, etp, "experts.down_proj"), ("expert_col_dgrad", m.moe_ffn, etp, "experts.gate_up_proj (input gradient)")]
             if m.experts % ep:
-                yield LayoutProblem("experts", f"{m.experts} experts do not divide by ep {ep}", f"ep in {sizes(m.experts)} would work")
+                yield LayoutProblem("experts", f"{m.experts} experts do not divide by ep {ep}", f"ep in {_divisors(m.experts)} would work")
         else:
             axes += [("mlp_row", m.ffn, tp, "mlp.down_proj"), ("col_dgrad", m.ffn, tp, "mlp.gate_up_proj (input gradient)")]
             if ep > 1:
@@ -165,9 +180,10 @@ class Contract:
             if problem:
                 yield problem
         if self.cuts.vocab % tp:
-            yield LayoutProblem("vocabulary", f"cut into {tp} parts, but cuts.vocab = {self.cuts.vocab} runs", f"tp in {[c for c in (1, 2, 4, 8, 16, 32, 64) if self.cuts.vocab % c == 0]} would work")
+            works = f"tp in {_powers_that_divide(self.cuts.vocab)} would work"
+            yield LayoutProblem("vocabulary", f"cut into {tp} parts, but cuts.vocab = {self.cuts.vocab} runs", works)
         if m.layers % layout.pp:
-            yield LayoutProblem("pipeline", f"{m.layers} layers do not divide by pp {layout.pp}", f"pp in {sizes(m.layers)} would work")
+            yield LayoutProblem("pipeline", f"{m.layers} layers do not divide by pp {layout.pp}", f"pp in {_divisors(m.layers)} would work")
 
     def check(self, layout: Layout, model: ModelShape) -> None:
         """Refuse a layout whose cuts do not fall on leaves.
@@ -215,6 +231,18 @@ class Contract:
 
     def differences(self, other: Contract) -> list[str]:
         """The fields in which two contracts differ, as ``name: ours / theirs``."""
-        flat = lambda c: {**{k: v for k, v in c.to_dict().items() if k != "cuts"}, **{f"cuts.{k}": v for k, v in c.to_dict()["cuts"].items()}}  # noqa: E731
-        ours, theirs = flat(self), flat(other)
+        ours, theirs = _flat(self.to_dict()), _flat(other.to_dict())
         return [f"{name}: {ours[name]} / {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    cuts = {f"cuts.{name}": count for name, count in fields["cuts"].items()}
+    return {**{name: value for name, value in fields.items() if name != "cuts"}, **cuts}
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, 65) if n % d == 0]
+
+
+def _powers_that_divide(n: int) -> list[int]:
+    return [c for c in (1, 2, 4, 8, 16, 32, 64) if n % c == 0]

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Value = TypeVar("Value")
-Add = Callable[[Value, Value], Value]
-
 ABSENT = -0.0
 """The identity of floating-point addition in round-to-nearest: what an absent node may be filled with."""
 
@@ -154,7 +152,7 @@ class ReductionTree:
         counts[-1] = bin(self.leaves - 1).count("1")
         return tuple(counts)
 
-    def reduce(self, values: Sequence[Value], add: Add = operator.add) -> Value:
+    def reduce(self, values: Sequence[Value], add: Callable[[Value, Value], Value] = operator.add) -> Value:
         """The sum of all leaves in the tree's order. ``add`` defaults to ``+``.
 
         Raises:
@@ -170,13 +168,13 @@ class ReductionTree:
                 stack.append(add(stack.pop(), right))
         return stack[0]
 
-    def partial(self, lo: int, values: Sequence[Value], add: Add = operator.add) -> dict[Node, Value]:
+    def partial(self, lo: int, values: Sequence[Value], add: Callable[[Value, Value], Value] = operator.add) -> dict[Node, Value]:
         """The frontier's values of the rank that holds the leaves from ``lo`` on: what it sends."""
         nodes = self.frontier(lo, lo + len(values))
         held = {Node(lo + i, 1): value for i, value in enumerate(values)}
         return {node: _climb(node, held, self.leaves, add) for node in nodes}
 
-    def combine(self, partials: Iterable[Mapping[Node, Value]], add: Add = operator.add) -> Value:
+    def combine(self, partials: Iterable[Mapping[Node, Value]], add: Callable[[Value, Value], Value] = operator.add) -> Value:
         """The root from the frontiers of all ranks, in any order of ranks.
 
         Raises:
@@ -201,7 +199,7 @@ class ReductionTree:
         return self.reduce([str(i) for i in range(self.leaves)], lambda a, b: f"({a}+{b})")
 
 
-def _climb(node: Node, held: Mapping[Node, Value], leaves: int, add: Add) -> Value:
+def _climb(node: Node, held: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
     if node in held:
         return held[node]
     half = node.size // 2

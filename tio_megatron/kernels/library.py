@@ -94,8 +94,8 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def bind(name: str, *arguments: Any) -> Callable[..., None]:
-    """A C function of the library that returns 0 or the code of a failure; the result raises instead.
+def bind(name: str, *arguments: Any) -> Callable[..., int]:
+    """A C function of the library. Its code is returned: 0, or above 1 for input it refuses (the caller says which); 1 raises.
 
     Raises:
         MemoryError: (when called) the kernel could not get its scratch memory.
@@ -104,9 +104,11 @@ def bind(name: str, *arguments: Any) -> Callable[..., None]:
     function.argtypes = list(arguments)
     function.restype = ctypes.c_int
 
-    def call(*values: Any) -> None:
-        if function(*values):
+    def call(*values: Any) -> int:
+        code: int = function(*values)
+        if code == 1:
             raise MemoryError(f"{name}: no memory for the kernel's scratch buffers")
+        return code
 
     return call
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,23 +54,25 @@ def dense_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
-def row_layout(tensor: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """Rows (all axes but the last) as two nested loops: ``tensor, outer, outer_stride, inner, inner_stride``.
+def rows_of(tensor: Tensor) -> tuple[Tensor, int, Any]:
+    """Rows (all axes but the last) as two nested loops: the tensor, their count, and ``{outer stride, inner count, inner stride}`` for C.
 
-    Views such as the query heads inside a qkv product need no copy; any other layout is copied once.
+    Views such as the query heads inside a qkv product need no copy; a layout that is not two loops is copied once.
     """
+    last = tensor.shape[-1]
+    if tensor.is_contiguous():
+        count = tensor.numel() // last if last else 0
+        return tensor, count, (ctypes.c_int64 * 3)(0, max(count, 1), last)
     tensor = dense_last(tensor)
-    shape, stride = list(tensor.shape[:-1]), list(tensor.stride()[:-1])
     axes: list[tuple[int, int]] = []
-    for n, s in zip(shape, stride, strict=True):
+    for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         if n == 1:
             continue
-        if axes and axes[-1][1] == n * s:
-            axes[-1] = (axes[-1][0] * n, s)
+        if axes and axes[-1][1] == n * stride:
+            axes[-1] = (axes[-1][0] * n, stride)
         else:
-            axes.append((n, s))
+            axes.append((n, stride))
     if len(axes) > 2:
-        return row_layout(tensor.contiguous())
-    axes = [(1, 0)] * (2 - len(axes)) + axes
-    (outer, outer_stride), (inner, inner_stride) = axes
-    return tensor, outer, outer_stride, inner, inner_stride
+        return rows_of(tensor.contiguous())
+    (outer, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(axes)) + axes
+    return tensor, outer * inner, (ctypes.c_int64 * 3)(outer_stride, max(inner, 1), inner_stride)

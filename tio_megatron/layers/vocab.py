@@ -162,7 +162,7 @@ def vocab_logprob_rows(logits: torch.Tensor, shard: VocabShard, *, group: Group 
     rows = (flat - top[:, None]) - kernel_math.log(total)[:, None]
     if size(group) > 1:
         parts = collectives.all_gather(rows.contiguous(), group).view(size(group), *rows.shape)
-        rows = parts.transpose(0, 1).reshape(rows.shape[0], -1)
+        rows = parts.transpose(0, 1).flatten(1)
     return rows[:, : shard.order.vocab].reshape(*logits.shape[:-1], shard.order.vocab)
 
 
@@ -205,7 +205,7 @@ class _Embedding(torch.autograd.Function):
         # The rows came owner after owner, each in ascending token order: sorting the tokens by owner says where each belongs.
         out = torch.empty_like(rows)
         out[torch.argsort(owner, stable=True)] = rows
-        return out.view(-1, *ids.shape[1:], weight.shape[1])
+        return out.view(ids.shape[0] // (shard.ranks if sliced else 1), *ids.shape[1:], weight.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:

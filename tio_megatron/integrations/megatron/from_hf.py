@@ -90,7 +90,8 @@ def gpt_model(config: CheckpointConfig, megatron: TransformerConfig, *, vocab_si
         vocab_size: padded vocabulary, see :func:`padded_vocab`.
         max_positions: longest sequence; the checkpoint's own limit when None.
     """
-    spec = get_gpt_layer_local_spec(num_experts=megatron.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
+    grouped = megatron.moe_grouped_gemm
+    spec = get_gpt_layer_local_spec(num_experts=megatron.num_moe_experts, moe_grouped_gemm=grouped, qk_layernorm=True, normalization="RMSNorm")
     return GPTModel(
         config=megatron,
         transformer_layer_spec=spec,

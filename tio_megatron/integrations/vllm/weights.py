@@ -97,15 +97,17 @@ class OneCopy:
         if param.is_meta or "slots" not in self.__dict__:
             return
         for name, (attribute, _) in self.slots.items():
-            packed = getattr(self, attribute)
-            if getattr(self, name) is not param or packed is None or self.__dict__.get(f"_raw_{name}") == id(param):
+            held, packed = getattr(self, name), getattr(self, attribute)
+            if packed is None or self.__dict__.get(f"_raw_{name}") == id(held):
                 continue
-            if param.numel() == 0:
-                param.data = packed.unpack()
+            if held is param and held.numel() == 0:
+                held.data = packed.unpack()
+            elif held.numel():
+                # A layerwise reload has made fresh, unfilled parameters; what is not loaded keeps its old value.
+                held.data.copy_(packed.unpack())
             else:
-                # A layerwise reload has made a fresh, unfilled parameter; what is not loaded keeps its old value.
-                param.data.copy_(packed.unpack())
-            self.__dict__[f"_raw_{name}"] = id(param)
+                continue
+            self.__dict__[f"_raw_{name}"] = id(held)
             self.ledger.opened(self)
 
     def seal(self) -> None:

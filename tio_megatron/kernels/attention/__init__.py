@@ -148,6 +148,7 @@ def attention_paged(
     result = q.new_zeros(q.shape) if out is None else out
     check_activations(what, {"q": q, "cache": cache, "out": result})
     require(result.numel() == q.numel() and result.shape[0] == q.shape[0], what, f"out has shape {list(result.shape)} for q {list(q.shape)}")
+    require(result.stride(-1) == 1, what, "the last axis of out must be contiguous")
     sequences = query_start_loc.shape[0] - 1
     require(
         sequences >= 0 and block_table.dim() == 2 and min(block_table.shape[0], seq_lens.shape[0]) >= sequences,

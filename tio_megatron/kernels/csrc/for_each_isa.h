@@ -4,14 +4,14 @@
 //   #include "for_each_isa.h"          // tio::generic::f, tio::avx2::f, tio::avx512::f
 //   ... TIO_PICK(f)(arguments) ...     // the one in force
 //
-// A body includes nothing; it sees the vectors of vec.h and marks every function with TIO_FN, or TIO_INLINE to be always inlined.
+// A body includes nothing but other bodies; it sees the vectors of vec.h and marks every function with TIO_FN, or TIO_INLINE to be always inlined.
 // No function in a body may use OpenMP: threads are started by the code that picks.
 #include "isa.h"
 
 #if TIO_X86
-#define TIO_PICK(f) (::tio::isa() == ::tio::Isa::avx512 ? ::tio::avx512::f : ::tio::isa() == ::tio::Isa::avx2 ? ::tio::avx2::f : ::tio::generic::f)
+#define TIO_PICK(...) (::tio::isa() == ::tio::Isa::avx512 ? ::tio::avx512::__VA_ARGS__ : ::tio::isa() == ::tio::Isa::avx2 ? ::tio::avx2::__VA_ARGS__ : ::tio::generic::__VA_ARGS__)
 #else
-#define TIO_PICK(f) (::tio::generic::f)
+#define TIO_PICK(...) (::tio::generic::__VA_ARGS__)
 #endif
 
 #define TIO_FN TIO_TARGET

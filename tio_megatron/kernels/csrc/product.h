@@ -19,9 +19,8 @@ struct Matrix {
 };
 
 struct Weight {
-  Matrix raw;    // element [n, k] at n * row + k * col; data is null for a packed weight
-  const void* packed;
-  Type type;
+  Matrix b;      // element [n, k] at n * row + k * col, or the panels of a packed weight
+  bool packed;
   int64_t columns;  // N
 };
 

@@ -1,151 +1,111 @@
+#include "pack_body.h"
 // The product inside one task. An output element is one chain of fma per chunk, so tiles and tasks may have any shape.
 
 // Rows taken together: enough independent chains to hide the latency of fma, few enough for the registers.
 constexpr int kRows = W == 16 ? 12 : 6;
 
-// Panels taken together by a tile of few rows, for the same reason.
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+// Bytes of converted a that stay in the second-level cache beside the panel being read.
+constexpr int64_t kCached = 256 << 10;
 
-TIO_INLINE void load_pair(const float* b, F& low, F& high) {
-  low = load(b);
-  high = load(b + 16);
+// How far ahead of the arithmetic a weight is fetched. A panel follows another in memory, so this also fetches the next one.
+constexpr int kAhead = 6 << 10;
+
+// Lanes c to c + W of both halves of a panel's row.
+TIO_INLINE void load_pair(const float* row, int c, F& low, F& high) {
+  low = load(row + c);
+  high = load(row + 16 + c);
 }
-TIO_INLINE void load_pair(const bf16* b, F& low, F& high) {
-  U both;
-  std::memcpy(&both, b, sizeof both);
+TIO_INLINE void load_pair(const bf16* row, int c, F& low, F& high) {
+  const U both = load_words(row + 2 * c);
   low = (F)(both << 16);
   high = (F)(both & 0xffff0000u);
 }
-// Where lane `c` of the pair starts inside a row of a panel.
-TIO_INLINE const float* at_lane(const float* b, int c) { return b + c; }
-TIO_INLINE const bf16* at_lane(const bf16* b, int c) { return b + 2 * c; }
 
-// R rows by P panels, one chunk: the chains, then the folds with the stack. Stack: [depth][row][column].
-template <int R, int P, class T>
-TIO_INLINE void tile(const float* a, const T* b, int64_t b_panel, const Chunk& chunk, float* stack, int64_t level, int64_t stack_row) {
-  for (int c = 0; c < 16; c += W) {
-    F acc[R][2 * P];
+// R rows by one panel, one chunk: the chains, then the folds with the stack. Stack: [depth][row][column].
+template <int R, class T>
+TIO_INLINE void tile(const float* a, const T* b, const Chunk& chunk, float* stack, int64_t level, int64_t stack_row) {
+  // A panel at once where the registers allow, else in two passes.
+  constexpr int lanes = R * kPanel / W <= 2 * kRows ? 16 : W, pairs = lanes / W;
+  for (int c = 0; c < 16; c += lanes) {
+    F acc[R][2 * pairs];
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-      for (int j = 0; j < 2 * P; j++) acc[i][j] = zero();
-    const T* at = at_lane(b, c);
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * pairs; j++) acc[i][j] = zero();
     for (int k = 0; k < chunk.length; k++) {
-      F bk[2 * P];
-#pragma GCC unroll 8
-      for (int p = 0; p < P; p++) load_pair(at + p * b_panel + k * kPanel, bk[2 * p], bk[2 * p + 1]);
+      const T* row = b + k * kPanel;
+      F bk[2 * pairs];
+      __builtin_prefetch(reinterpret_cast<const char*>(row) + kAhead);
+      if (sizeof(T) == 4) __builtin_prefetch(reinterpret_cast<const char*>(row) + kAhead + 64);
+#pragma GCC unroll 2
+      for (int j = 0; j < pairs; j++) load_pair(row, c + j * W, bk[2 * j], bk[2 * j + 1]);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
-        F ak = set1(a[i * kChain + k]);
-#pragma GCC unroll 8
-        for (int j = 0; j < 2 * P; j++) acc[i][j] = fma(ak, bk[j], acc[i][j]);
+        const F ak = set1(a[i * kChain + k]);
+#pragma GCC unroll 4
+        for (int j = 0; j < 2 * pairs; j++) acc[i][j] = fma(ak, bk[j], acc[i][j]);
       }
     }
     int height = chunk.depth;
-    for (int m = 0; m < chunk.merges; m++) {
-      height--;
-#pragma GCC unroll 16
-      for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < 2 * P; j++) acc[i][j] = load(stack + height * level + i * stack_row + j * 16 + c) + acc[i][j];
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-      for (int j = 0; j < 2 * P; j++) store(stack + height * level + i * stack_row + j * 16 + c, acc[i][j]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * pairs; j++) {
+        // Register j holds the columns from here on.
+        float* at = stack + i * stack_row + (j & 1) * 16 + c + (j >> 1) * W;
+        F sum = acc[i][j];
+        for (int m = 1; m <= chunk.merges; m++) sum = load(at + (height - m) * level) + sum;
+        store(at + (height - chunk.merges) * level, sum);
+      }
   }
 }
 
-template <int P, class T>
-TIO_FN void tile_rows(int rows, const float* a, const T* b, int64_t b_panel, const Chunk& chunk, float* stack, int64_t level, int64_t stack_row) {
+template <class T>
+TIO_FN void tile_rows(int rows, const float* a, const T* b, const Chunk& chunk, float* stack, int64_t level, int64_t stack_row) {
   switch (rows) {
-#define TIO_CASE(R)                                                          \
-  case R:                                                                    \
-    if constexpr (R <= kRows && P <= panels_for(R)) tile<R, P>(a, b, b_panel, chunk, stack, level, stack_row); \
+#define TIO_CASE(R)                                                                       \
+  case R:                                                                                 \
+    if constexpr (R <= kRows) tile<R>(a, b, chunk, stack, level, stack_row); \
     break;
-    TIO_CASE(1) TIO_CASE(2) TIO_CASE(3) TIO_CASE(4) TIO_CASE(5) TIO_CASE(6) TIO_CASE(7) TIO_CASE(8) TIO_CASE(9) TIO_CASE(10) TIO_CASE(11) TIO_CASE(12)
+    TIO_CASE(1) TIO_CASE(2) TIO_CASE(3) TIO_CASE(4) TIO_CASE(5) TIO_CASE(6)
+    TIO_CASE(7) TIO_CASE(8) TIO_CASE(9) TIO_CASE(10) TIO_CASE(11) TIO_CASE(12)
 #undef TIO_CASE
   }
 }
 
-// Column j of a panel goes to this place of its row.
-TIO_INLINE int place(float*, int j) { return j; }
-TIO_INLINE int place(bf16*, int j) { return j < 16 ? 2 * j : 2 * (j - 16) + 1; }
-
-// [columns, terms] of a matrix into [terms][32]; columns past the last become zero.
+// One chunk of panel p: where it lies in a packed weight, or a copy made now.
 template <class T>
-TIO_FN void pack_panel(const T* from, int64_t row, int64_t col, int columns, int64_t terms, T* to) {
-  if (columns < kPanel) std::memset(to, 0, sizeof(T) * terms * kPanel);
-  for (int64_t k = 0; k < terms; k++)
-    for (int j = 0; j < columns; j++) to[k * kPanel + place(to, j)] = from[j * row + k * col];
-}
-
-// The inverse.
-template <class T>
-TIO_FN void unpack_panel(const T* from, int columns, int64_t terms, T* to, int64_t row) {
-  for (int j = 0; j < columns; j++)
-    for (int64_t k = 0; k < terms; k++) to[j * row + k] = from[k * kPanel + place((T*)nullptr, j)];
-}
-
-// One chunk of rows [row0, row1) to fp32.
-template <class T>
-TIO_FN void convert_chunk(const T* from, int64_t row, int64_t col, int64_t rows, const Chunk& chunk, float* to) {
-  for (int64_t i = 0; i < rows; i++) {
-    const T* x = from + i * row + chunk.begin * col;
-    float* y = to + i * kChain;
-    int k = 0;
-    if (col == 1)
-      for (; k + W <= chunk.length; k += W) store(y + k, load(x + k));
-    for (; k < chunk.length; k++) y[k] = to_float(x[k * col]);
-  }
+TIO_INLINE const T* chunk_of(const Weight& weight, int64_t terms, int64_t p, const Chunk& chunk, T* scratch) {
+  const T* b = static_cast<const T*>(weight.b.data);
+  if (weight.packed) return b + (p * terms + chunk.begin[0]) * kPanel;
+  const int64_t n = p * kPanel, left = weight.columns - n;
+  pack_chunk(b + n * weight.b.row, weight.b.row, weight.b.col, int(left < kPanel ? left : kPanel), chunk, scratch);
+  return scratch;
 }
 
 template <class T>
-TIO_FN void write_rows(const float* from, int64_t from_row, int64_t rows, int64_t columns, T* to, int64_t to_row) {
-  for (int64_t i = 0; i < rows; i++) {
-    int64_t j = 0;
-    for (; j + W <= columns; j += W) store(to + i * to_row + j, load(from + i * from_row + j));
-    if (j < columns) store(to + i * to_row + j, load(from + i * from_row + j), int(columns - j));
-  }
-}
-
-template <class T>
-TIO_FN void run_task(const Product& product, const Task& task, float* stack, void* panel_scratch) {
+TIO_FN void run_task(const Product& product, const Task& task, float* stack, void* scratch) {
   const Weight& weight = *task.weight;
-  int64_t rows = task.row1 - task.row0, columns = (task.panel1 - task.panel0) * kPanel, level = rows * columns;
-  int64_t blocks = (rows + kRows - 1) / kRows;
-  int group = panels_for(int(rows < kRows ? rows : kRows));
-  for (size_t c = 0; c < product.order->chunks.size(); c++) {
-    const Chunk& chunk = product.order->chunks[c];
-    const float* a = product.a + (int64_t(c) * product.a_rows + task.row0 - product.a_first) * kChain;
-    for (int64_t p = task.panel0; p < task.panel1;) {
-      int panels = p + group <= task.panel1 ? group : 1;
-      const T* b = static_cast<const T*>(weight.packed) + (p * product.terms + chunk.begin) * kPanel;
-      int64_t b_panel = product.terms * kPanel;
-      if (weight.raw.data) {
-        T* scratch = static_cast<T*>(panel_scratch);
-        b_panel = kChain * kPanel;
-        for (int i = 0; i < panels; i++) {
-          int64_t n = (p + i) * kPanel, left = weight.columns - n;
-          const T* from = static_cast<const T*>(weight.raw.data) + n * weight.raw.row + chunk.begin * weight.raw.col;
-          pack_panel(from, weight.raw.row, weight.raw.col, int(left < kPanel ? left : kPanel), chunk.length, scratch + i * b_panel);
+  const int64_t rows = task.row1 - task.row0, blocks = (rows + kRows - 1) / kRows;
+  // With few rows every chunk of a is at hand in the cache: panels are then walked one by one, so that a packed weight is read front
+  // to back. With many rows one chunk of a serves all panels of the task before the next one is fetched.
+  const int64_t walk = rows * product.terms * int64_t(sizeof(float)) <= kCached ? 1 : task.panel1 - task.panel0;
+  for (int64_t first = task.panel0; first < task.panel1; first += walk) {
+    const int64_t columns = walk * kPanel, level = rows * columns;
+    for (size_t c = 0; c < product.order->chunks.size(); c++) {
+      const Chunk& chunk = product.order->chunks[c];
+      const float* a = product.a + (int64_t(c) * product.a_rows + task.row0 - product.a_first) * kChain;
+      for (int64_t p = 0; p < walk; p++) {
+        const T* b = chunk_of(weight, product.terms, first + p, chunk, static_cast<T*>(scratch));
+        for (int64_t i = 0; i < blocks; i++) {
+          const int64_t r0 = rows * i / blocks, r1 = rows * (i + 1) / blocks;
+          tile_rows(int(r1 - r0), a + r0 * kChain, b, chunk, stack + p * kPanel + r0 * columns, level, columns);
         }
-        b = scratch;
       }
-      float* top = stack + (p - task.panel0) * kPanel;
-      for (int64_t i = 0; i < blocks; i++) {
-        int64_t r0 = rows * i / blocks, r1 = rows * (i + 1) / blocks;
-        const float* ai = a + r0 * kChain;
-        float* si = top + r0 * columns;
-        if (panels == 4) tile_rows<4>(int(r1 - r0), ai, b, b_panel, chunk, si, level, columns);
-        else if (panels == 2) tile_rows<2>(int(r1 - r0), ai, b, b_panel, chunk, si, level, columns);
-        else tile_rows<1>(int(r1 - r0), ai, b, b_panel, chunk, si, level, columns);
-      }
-      p += panels;
     }
+    const int64_t n = first * kPanel, left = weight.columns - n, at = task.row0 * product.c.row + n;
+    const int64_t width = left < columns ? left : columns;
+    if (product.c.type == kBFloat16) write_rows(stack, columns, rows, width, static_cast<bf16*>(product.c.data) + at, product.c.row);
+    else write_rows(stack, columns, rows, width, static_cast<float*>(product.c.data) + at, product.c.row);
   }
-  int64_t n = task.panel0 * kPanel, left = weight.columns - n, at = task.row0 * product.c.row + n;
-  if (left > columns) left = columns;
-  if (product.c.type == kBFloat16) write_rows(stack, columns, rows, left, static_cast<bf16*>(product.c.data) + at, product.c.row);
-  else write_rows(stack, columns, rows, left, static_cast<float*>(product.c.data) + at, product.c.row);
 }

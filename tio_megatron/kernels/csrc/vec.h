@@ -9,6 +9,14 @@ typedef float F __attribute__((vector_size(4 * TIO_W)));
 typedef int32_t I __attribute__((vector_size(4 * TIO_W)));
 typedef uint32_t U __attribute__((vector_size(4 * TIO_W)));
 
+// W 32-bit words of memory holding anything.
+TIO_INLINE U load_words(const void* p) {
+  U x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+TIO_INLINE void store_words(void* p, U x) { std::memcpy(p, &x, sizeof x); }
+
 #if TIO_IS_AVX512
 TIO_INLINE F set1(float x) { return (F)_mm512_set1_ps(x); }
 TIO_INLINE I set1(int32_t x) { return (I)_mm512_set1_epi32(x); }
@@ -59,6 +67,65 @@ TIO_INLINE F load(const T* p, int n) {
 }
 TIO_INLINE void store(float* p, F x, int n) {
   for (int i = 0; i < n; i++) p[i] = x[i];
+}
+#endif
+
+// Rows of a W x W square of 32-bit lanes become its columns.
+#if TIO_IS_AVX512
+TIO_INLINE void transpose(U (&x)[W]) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    }
+  // b[4 * q + c] holds, in its 128-bit part p, rows 4q to 4q + 3 of column 4p + c.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512i low01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x44), high01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xee);
+    __m512i low23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x44), high23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xee);
+    x[c] = (U)_mm512_shuffle_i32x4(low01, low23, 0x88);
+    x[4 + c] = (U)_mm512_shuffle_i32x4(low01, low23, 0xdd);
+    x[8 + c] = (U)_mm512_shuffle_i32x4(high01, high23, 0x88);
+    x[12 + c] = (U)_mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+}
+#elif TIO_IS_AVX2
+TIO_INLINE void transpose(U (&x)[W]) {
+  __m256i a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm256_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = _mm256_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    x[c] = (U)_mm256_permute2x128_si256(b[c], b[4 + c], 0x20);
+    x[4 + c] = (U)_mm256_permute2x128_si256(b[c], b[4 + c], 0x31);
+  }
+}
+#else
+TIO_INLINE void transpose(U (&x)[W]) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < i; j++) {
+      const uint32_t t = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = t;
+    }
 }
 #endif
 

@@ -1,19 +1,37 @@
-"""Vocabulary embedding on the CPU, as the operators ``tio::embedding`` and ``tio::embedding_backward``."""
+"""Vocabulary embedding on the CPU (``csrc/embedding.cpp``), as the operators ``tio::embedding`` and ``tio::embedding_backward``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.embedding import reference
-from tio_megatron.kernels.library import operator
+from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads, type_code
+from tio_megatron.kernels.operands import dense_last
+
+_forward = bind("tio_embedding", pointer, size, pointer, size, size, size, size, size, pointer, integer)
+_gradient = bind("tio_embedding_backward", pointer, integer, size, pointer, size, size, size, size, pointer, integer)
+
+
+def _embedding_cpu(ids: Tensor, w: Tensor, first_row: int) -> Tensor:
+    ids, w = ids.contiguous(), dense_last(w)
+    out = torch.empty(*ids.shape, w.shape[1], dtype=w.dtype)
+    _forward(ids.data_ptr(), ids.numel(), w.data_ptr(), w.element_size(), w.stride(0), *w.shape, first_row, out.data_ptr(), threads())
+    return out
+
+
+def _embedding_backward_cpu(dout: Tensor, ids: Tensor, rows: int, first_row: int) -> Tensor:
+    h = dout.shape[-1]
+    dout, ids, dw = dout.contiguous(), ids.contiguous(), torch.empty(rows, h)
+    _gradient(dout.data_ptr(), type_code(dout, "dout"), h, ids.data_ptr(), ids.numel(), rows, h, first_row, dw.data_ptr(), threads())
+    return dw
+
 
 embedding = operator(
-    "embedding(Tensor ids, Tensor w, int first_row) -> Tensor", reference.embedding, fake=lambda ids, w, first_row: w.new_empty(*ids.shape, w.shape[1])
+    "embedding(Tensor ids, Tensor w, int first_row) -> Tensor", _embedding_cpu, fake=lambda ids, w, first_row: w.new_empty(*ids.shape, w.shape[1])
 )
 embedding_backward = operator(
     "embedding_backward(Tensor dout, Tensor ids, int rows, int first_row) -> Tensor",
-    reference.embedding_backward,
+    _embedding_backward_cpu,
     fake=lambda dout, ids, rows, first_row: dout.new_empty(rows, dout.shape[-1], dtype=torch.float32),
 )
 

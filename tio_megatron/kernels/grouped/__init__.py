@@ -1,6 +1,7 @@
-"""The product over ragged experts in the contract's order. Routing and the sum over experts live in their own operators.
+"""The products over ragged experts in the contract's order. Routing and the sum over experts live in their own operators.
 
-Shapes: ``E`` local experts, ``R`` rows sorted by expert, ``N`` outputs, ``K`` terms.
+Shapes: ``E`` local experts, ``R`` rows sorted by expert (``offsets[e]`` to ``offsets[e + 1]`` are those of expert ``e``, any may be
+empty), ``N`` outputs, ``K`` terms.
 """
 
 from __future__ import annotations
@@ -9,25 +10,24 @@ from collections.abc import Sequence
 
 import torch
 
-from tio_megatron.kernels.grouped.cpu import PackedExperts, grouped_packed
+from tio_megatron.kernels.grouped.cpu import PackedExperts, grouped_packed, grouped_strided, grouped_wgrad_rows
+from tio_megatron.kernels.library import TYPES
+from tio_megatron.kernels.linear import refuse
 
-__all__ = ["PackedExperts", "grouped_linear"]
+__all__ = ["PackedExperts", "grouped_dgrad", "grouped_linear", "grouped_wgrad"]
+
+Weights = Sequence[torch.Tensor] | torch.Tensor
 
 
 def grouped_linear(
-    x: torch.Tensor,
-    w: PackedExperts | Sequence[torch.Tensor] | torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    leaves: int,
-    out_dtype: torch.dtype | None = None,
+    x: torch.Tensor, w: PackedExperts | Weights, offsets: torch.Tensor, *, leaves: int, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Rows ``offsets[e]`` to ``offsets[e + 1]`` of ``x`` times ``w[e].T``. No autograd.
+    """Each expert's rows times its weight: ``y[r] = w[expert of r] @ x[r]``. No autograd.
 
     Args:
         x: ``[R, K]``, fp32 or bf16, rows sorted by expert.
-        w: packed experts, ``[E, N, K]``, or one ``[N, K]`` per expert.
-        offsets: ``[E + 1]`` int64, ascending, from 0 to ``R``; experts may be empty.
+        w: packed experts, ``[E, N, K]``, or one ``[N, K]`` of any strides per expert. Tensors are read where they lie.
+        offsets: ``[E + 1]`` int64, ascending, from 0 to ``R``.
         leaves: equal leaves of the ``K`` axis (of this shard).
         out_dtype: fp32 or bf16; default that of ``x``. One rounding.
 
@@ -37,22 +37,80 @@ def grouped_linear(
     Raises:
         ValueError: shapes, dtypes or offsets do not fit, or ``leaves`` does not divide ``K``.
     """
-    if not isinstance(w, PackedExperts):
-        w = PackedExperts.from_weights(w)
-    experts, n, k = w.shape
     out_dtype = out_dtype or x.dtype
-    if x.dim() != 2 or x.shape[1] != k:
-        raise ValueError(f"grouped linear: rows {tuple(x.shape)} do not fit experts of {tuple(w.shape)}; they must be [R, {k}]")
-    if leaves < 1 or k % leaves:
-        works = [count for count in (1, 2, 4, 8, 16, 32, 64) if k % count == 0]
-        raise ValueError(f"grouped linear: {k} terms do not divide into {leaves} equal leaves; {works} would work")
-    if offsets.dtype != torch.int64 or offsets.shape != (experts + 1,):
-        raise ValueError(f"grouped linear: offsets must be int64 of shape [{experts + 1}], got {offsets.dtype} {tuple(offsets.shape)}")
-    if x.device.type == "cpu" and (int(offsets[0]) or int(offsets[-1]) != x.shape[0] or bool((offsets.diff() < 0).any())):
-        raise ValueError(f"grouped linear: offsets must ascend from 0 to {x.shape[0]}, got {offsets.tolist()}")
-    for dtype in (x.dtype, out_dtype):
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"grouped linear: dtype {dtype} is not supported; use torch.float32 or torch.bfloat16")
-    if x.device.type not in ("cpu", "meta"):
-        raise ValueError(f"grouped linear: no kernel for device {x.device}; supported is cpu")
-    return grouped_packed(x, w.packed, n, offsets.contiguous(), leaves, out_dtype)
+    if not isinstance(w, PackedExperts):
+        return _product("grouped linear", x, list(w), offsets, leaves, False, out_dtype)
+    _check("grouped linear", x, w.packed, tuple(w.shape[1:]), w.shape[0], offsets, leaves, False, out_dtype)
+    return grouped_packed(x, w.packed, w.shape[1], offsets, leaves, out_dtype)
+
+
+def grouped_dgrad(
+    dy: torch.Tensor, w: Weights, offsets: torch.Tensor, *, leaves: int, paired: bool = False, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Gradient of the rows: ``dx[r] = dy[r] @ w[expert of r]``, a product over the output axis.
+
+    Args:
+        dy: ``[R, N]``, fp32 or bf16.
+        w: ``[E, N, K]`` or one ``[N, K]`` per expert.
+        offsets: as :func:`grouped_linear`.
+        leaves: equal leaves of the ``N`` axis.
+        paired: the ``N`` axis is ``[gate; up]``; leaf ``j`` is leaf ``j`` of gate, then leaf ``j`` of up.
+        out_dtype: fp32 or bf16; default that of ``dy``.
+
+    Returns:
+        ``[R, K]``.
+
+    Raises:
+        ValueError: as :func:`grouped_linear`, or ``paired`` and ``leaves`` does not divide half of ``N``.
+    """
+    return _product("grouped dgrad", dy, [one.t() for one in w], offsets, leaves, paired, out_dtype or dy.dtype)
+
+
+def grouped_wgrad(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Gradient of the weights: for each expert the sum over its rows of ``dy[r]`` times ``x[r]``, one leaf, rows ascending.
+
+    Args:
+        dy: ``[R, N]``, fp32 or bf16.
+        x: ``[R, K]``, fp32 or bf16.
+        offsets: as :func:`grouped_linear`.
+
+    Returns:
+        ``[E, N, K]`` fp32; +0 for an expert without rows.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit.
+    """
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
+        raise ValueError(f"grouped wgrad: {tuple(dy.shape)} and {tuple(x.shape)} are not [R, N] and [R, K]")
+    _check("grouped wgrad", x, dy, (dy.shape[1], x.shape[1]), offsets.shape[0] - 1 if offsets.dim() == 1 else 0, offsets, 1, False, torch.float32)
+    return grouped_wgrad_rows(dy, x, offsets)
+
+
+def _product(
+    what: str, x: torch.Tensor, w: list[torch.Tensor], offsets: torch.Tensor, leaves: int, paired: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    if not w:
+        raise ValueError(f"{what}: at least one expert is needed")
+    for one in w:
+        if one.shape != w[0].shape or one.dtype != w[0].dtype or one.dim() != 2:
+            raise ValueError(f"{what}: experts differ: {tuple(w[0].shape)} {w[0].dtype} and {tuple(one.shape)} {one.dtype}; they must be alike [N, K]")
+    _check(what, x, w[0], tuple(w[0].shape), len(w), offsets, leaves, paired, out_dtype)
+    return grouped_strided(x, w, offsets, leaves, paired, out_dtype)
+
+
+def _check(
+    what: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    shape: tuple[int, ...],
+    experts: int,
+    offsets: torch.Tensor,
+    leaves: int,
+    paired: bool,
+    out_dtype: torch.dtype,
+) -> None:
+    fits = x.dim() == 2 and x.shape[1] == shape[1] and leaves > 0 and shape[1] % (leaves << paired) == 0
+    if not fits or x.dtype not in TYPES or w.dtype not in TYPES or out_dtype not in TYPES or x.device.type not in ("cpu", "meta") or x.device != w.device:
+        refuse(what, x, w, shape, leaves, out_dtype, paired)
+    if experts < 1 or offsets.dtype != torch.int64 or tuple(offsets.shape) != (experts + 1,):
+        raise ValueError(f"{what}: offsets must be int64 of shape [E + 1] for {experts} experts, got {offsets.dtype} {tuple(offsets.shape)}")

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
-from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads, type_code
+from tio_megatron.kernels.library import TYPES, bind, integer, operator, pointer, size, threads, type_code
 
 PANEL = 32
 """Columns of a packed panel (csrc/product.h)."""
 
+_activation = (pointer, integer, size, size)
+_weights = (pointer, integer, integer, size, size, size)
+_output = (pointer, integer, size)
+_product = bind("tio_product", *_activation, *_weights, pointer, size, size, size, integer, *_output, integer)
 _pack = bind("tio_pack", pointer, integer, size, size, size, size, pointer, integer)
 _unpack = bind("tio_unpack", pointer, integer, size, size, pointer, size, integer)
-_matmul = bind("tio_matmul", pointer, integer, size, size, pointer, integer, size, size, size, size, size, size, pointer, integer, size, integer)
-_packed = bind("tio_linear_packed", pointer, integer, size, size, pointer, integer, size, size, size, pointer, size, pointer, integer, size, integer)
+_PACKED_STRIDES = (0, 0)
+
+
+def product(
+    a: torch.Tensor,
+    weights: Sequence[int],
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None,
+    n: int,
+    offsets: Sequence[int],
+    leaves: int,
+    paired: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows ``offsets[e]`` to ``offsets[e + 1]`` of ``a[R, K]`` times the weight ``[N, K]`` at address ``weights[e]``: ``[R, N]``.
+
+    ``strides`` are those of every weight, None for packed ones. Arguments are checked by the public functions.
+    """
+    rows, k = a.shape
+    if not k:
+        return torch.zeros(rows, n, dtype=out_dtype)
+    y = torch.empty(rows, n, dtype=out_dtype)
+    if rows and n:
+        count = len(weights)
+        left = (a.data_ptr(), TYPES[a.dtype], *a.stride())
+        right = ((pointer * count)(*weights), TYPES[dtype], strides is None, *(strides or _PACKED_STRIDES), count)
+        _product(*left, *right, (ctypes.c_int64 * (count + 1))(*offsets), n, k, leaves, paired, y.data_ptr(), TYPES[out_dtype], n, threads())
+    return y
 
 
 def pack_into(packed: torch.Tensor, w: torch.Tensor) -> None:
@@ -36,7 +67,10 @@ def empty_packed(n: int, k: int, dtype: torch.dtype, *leading: int) -> torch.Ten
 
 
 class PackedWeight:
-    """One copy of a weight ``[N, K]``, in the layout the product reads. Explicit: nobody refreshes it but :meth:`update_`."""
+    """One copy of a weight ``[N, K]`` in the layout the product reads front to back: for weights used many times, with few rows.
+
+    Explicit, so never stale behind your back: the values change only through :meth:`update_`.
+    """
 
     def __init__(self, packed: torch.Tensor, n: int) -> None:
         self.packed = packed
@@ -47,10 +81,10 @@ class PackedWeight:
         """Pack ``w[N, K]``, fp32 or bf16.
 
         Raises:
-            ValueError: not a matrix, or another dtype.
+            ValueError: not a matrix, or another dtype or device.
         """
-        if w.dim() != 2:
-            raise ValueError(f"weight: shape {tuple(w.shape)} is not [N, K]")
+        if w.dim() != 2 or w.device.type != "cpu":
+            raise ValueError(f"weight: {tuple(w.shape)} on {w.device} is not [N, K] on cpu")
         type_code(w, "weight")
         self = cls(empty_packed(*w.shape, w.dtype), w.shape[0])
         pack_into(self.packed, w.detach())
@@ -83,24 +117,11 @@ class PackedWeight:
 
 
 def _linear_packed_cpu(x: torch.Tensor, packed: torch.Tensor, n: int, leaves: int, out_dtype: torch.dtype) -> torch.Tensor:
-    rows, k = x.shape
-    y = torch.empty(rows, n, dtype=out_dtype)
-    if rows and n:
-        offsets = (ctypes.c_int64 * 2)(0, rows)
-        code = type_code(packed, "linear")
-        _packed(x.data_ptr(), type_code(x, "linear"), *x.stride(), packed.data_ptr(), code, 1, n, k, offsets, leaves, y.data_ptr(), type_code(y, "linear"), n, threads())
-    return y
+    return product(x, (packed.data_ptr(),), packed.dtype, None, n, (0, x.shape[0]), leaves, False, out_dtype)
 
 
-def _matmul_cpu(a: torch.Tensor, b: torch.Tensor, leaves: int, out_dtype: torch.dtype) -> torch.Tensor:
-    (m, k), n = a.shape, b.shape[0]
-    if not k:
-        return torch.zeros(m, n, dtype=out_dtype)
-    c = torch.empty(m, n, dtype=out_dtype)
-    if m and n:
-        code = type_code(b, "matmul")
-        _matmul(a.data_ptr(), type_code(a, "matmul"), *a.stride(), b.data_ptr(), code, *b.stride(), m, n, k, leaves, c.data_ptr(), type_code(c, "matmul"), n, threads())
-    return c
+def _matmul_cpu(a: torch.Tensor, b: torch.Tensor, leaves: int, paired: bool, out_dtype: torch.dtype) -> torch.Tensor:
+    return product(a, (b.data_ptr(),), b.dtype, b.stride(), b.shape[0], (0, a.shape[0]), leaves, paired, out_dtype)
 
 
 linear_packed = operator(
@@ -109,7 +130,7 @@ linear_packed = operator(
     fake=lambda x, packed, n, leaves, out_dtype: x.new_empty(x.shape[0], n, dtype=out_dtype),
 )
 matmul_strided = operator(
-    "matmul(Tensor a, Tensor b, int leaves, ScalarType out_dtype) -> Tensor",
+    "matmul(Tensor a, Tensor b, int leaves, bool paired, ScalarType out_dtype) -> Tensor",
     _matmul_cpu,
-    fake=lambda a, b, leaves, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype),
+    fake=lambda a, b, leaves, paired, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype),
 )

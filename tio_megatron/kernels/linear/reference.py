@@ -43,17 +43,22 @@ def leaf(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return ReductionTree(len(parts)).reduce(parts)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.float32, paired: bool = False) -> torch.Tensor:
     """``a[M, K] @ b[N, K].T`` in the contract's order.
 
+    ``paired``: the ``K`` axis is two halves ``[gate; up]``, and leaf ``j`` is leaf ``j`` of gate followed by leaf ``j`` of up.
+
     Raises:
-        ValueError: ``K`` does not divide into ``leaves``.
+        ValueError: ``K``, or with ``paired`` half of it, does not divide into ``leaves``.
     """
     terms = a.shape[1]
-    if terms % leaves:
+    if terms % (leaves << paired):
         raise ValueError(f"{terms} terms do not divide into {leaves} equal leaves")
     if not terms:
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+    if paired:
+        order = torch.arange(terms).view(2, leaves, -1).transpose(0, 1).flatten()
+        a, b = a[:, order], b[:, order]
     length = terms // leaves
     parts = [leaf(x, y) for x, y in zip(a.float().split(length, 1), b.float().split(length, 1), strict=True)]
     return ReductionTree(leaves).reduce(parts).to(out_dtype)

@@ -1,38 +1,88 @@
-"""Parts of the log-softmax on the CPU, as ``tio::vocab_*``, ``tio::log_softmax``, ``tio::gather_logprob`` and ``tio::logprob_backward``."""
+"""Parts of the log-softmax on the CPU (``csrc/logprob.cpp``), as ``tio::vocab_max``, ``tio::vocab_sumexp``, ``tio::log_softmax`` and others."""
 
 from __future__ import annotations
 
+import ctypes
+
+import torch
 from torch import Tensor
 
 from tio_megatron.contract import VocabOrder
-from tio_megatron.kernels.library import operator
-from tio_megatron.kernels.logprob import reference
+from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads
+from tio_megatron.kernels.operands import dense_last
+
+_max = bind("tio_vocab_max", pointer, size, size, size, pointer, integer)
+_sumexp = bind("tio_vocab_sumexp", pointer, size, size, size, pointer, size, size, size, size, size, pointer, pointer, size, pointer, integer)
+_log_softmax = bind("tio_log_softmax", pointer, size, size, size, size, size, size, size, pointer, integer)
+_gather = bind("tio_gather_logprob", pointer, pointer, pointer, pointer, size)
+_gradient = bind("tio_logprob_backward", pointer, pointer, size, pointer, pointer, pointer, size, size, size, pointer, integer)
 
 
-def _sumexp_cpu(logits: Tensor, top: Tensor, vocab: int, runs: int, block: int, lo: int, hi: int) -> Tensor:
-    return reference.vocab_sumexp(logits, top, VocabOrder(vocab, runs, block), lo, hi)
+def _vocab_max_cpu(logits: Tensor, true_cols: int) -> Tensor:
+    logits, top = dense_last(logits), torch.empty(logits.shape[0])
+    _max(logits.data_ptr(), logits.stride(0), logits.shape[0], true_cols, top.data_ptr(), threads())
+    return top
+
+
+def _vocab_sumexp_cpu(logits: Tensor, top: Tensor, vocab: int, runs: int, block: int, lo: int, hi: int) -> Tensor:
+    order = VocabOrder(vocab, runs, block)
+    nodes = order.frontier(lo, hi)
+    logits, top = dense_last(logits), top.contiguous()
+    out = torch.empty(len(nodes), logits.shape[0])
+    starts, sizes = (ctypes.c_int64 * len(nodes))(*(n.start for n in nodes)), (ctypes.c_int64 * len(nodes))(*(n.size for n in nodes))
+    columns, tree = max(0, min(hi, vocab) - lo), (block, order.blocks_per_run, order.stride, runs)
+    _sumexp(logits.data_ptr(), logits.stride(0), logits.shape[0], columns, top.data_ptr(), lo, *tree, starts, sizes, len(nodes), out.data_ptr(), threads())
+    return out
 
 
 def _log_softmax_cpu(logits: Tensor, vocab: int, runs: int, block: int) -> Tensor:
-    return reference.log_softmax(logits, VocabOrder(vocab, runs, block))
+    order = VocabOrder(vocab, runs, block)
+    logits, y = dense_last(logits), torch.empty(logits.shape[0], vocab)
+    tree = (block, order.blocks_per_run, order.stride, runs)
+    _log_softmax(logits.data_ptr(), logits.stride(0), logits.shape[0], vocab, *tree, y.data_ptr(), threads())
+    return y
 
 
-vocab_max = operator("vocab_max(Tensor logits, int true_cols) -> Tensor", reference.vocab_max, fake=lambda logits, true_cols: logits.new_empty(logits.shape[0]))
+def _gather_cpu(x: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    x, top, total, y = x.contiguous(), top.contiguous(), total.contiguous(), torch.empty(x.shape)
+    _gather(x.data_ptr(), top.data_ptr(), total.data_ptr(), y.data_ptr(), x.numel())
+    return y
+
+
+def _logprob_backward_cpu(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, target: Tensor, true_cols: int) -> Tensor:
+    logits, d, top, total, target = dense_last(logits), d.contiguous(), top.contiguous(), total.contiguous(), target.contiguous()
+    out = torch.empty(logits.shape)
+    _gradient(
+        d.data_ptr(),
+        logits.data_ptr(),
+        logits.stride(0),
+        top.data_ptr(),
+        total.data_ptr(),
+        target.data_ptr(),
+        *logits.shape,
+        true_cols,
+        out.data_ptr(),
+        threads(),
+    )
+    return out
+
+
+def _sumexp_fake(logits: Tensor, top: Tensor, vocab: int, runs: int, block: int, lo: int, hi: int) -> Tensor:
+    return logits.new_empty(len(VocabOrder(vocab, runs, block).frontier(lo, hi)), logits.shape[0])
+
+
+vocab_max = operator("vocab_max(Tensor logits, int true_cols) -> Tensor", _vocab_max_cpu, fake=lambda logits, true_cols: logits.new_empty(logits.shape[0]))
 vocab_sumexp = operator(
-    "vocab_sumexp(Tensor logits, Tensor max, int vocab, int runs, int block, int lo, int hi) -> Tensor",
-    _sumexp_cpu,
-    fake=lambda logits, top, vocab, runs, block, lo, hi: logits.new_empty(len(VocabOrder(vocab, runs, block).frontier(lo, hi)), logits.shape[0]),
+    "vocab_sumexp(Tensor logits, Tensor max, int vocab, int runs, int block, int lo, int hi) -> Tensor", _vocab_sumexp_cpu, fake=_sumexp_fake
 )
 log_softmax = operator(
     "log_softmax(Tensor logits, int vocab, int runs, int block) -> Tensor",
     _log_softmax_cpu,
     fake=lambda logits, vocab, runs, block: logits.new_empty(logits.shape[0], vocab),
 )
-gather_logprob = operator(
-    "gather_logprob(Tensor x, Tensor max, Tensor sum) -> Tensor", reference.gather_logprob, fake=lambda x, top, total: x.new_empty(x.shape)
-)
+gather_logprob = operator("gather_logprob(Tensor x, Tensor max, Tensor sum) -> Tensor", _gather_cpu, fake=lambda x, top, total: x.new_empty(x.shape))
 logprob_backward = operator(
     "logprob_backward(Tensor d, Tensor logits, Tensor max, Tensor sum, Tensor target, int true_cols) -> Tensor",
-    reference.logprob_backward,
+    _logprob_backward_cpu,
     fake=lambda d, logits, top, total, target, true_cols: logits.new_empty(logits.shape),
 )

@@ -1,22 +1,68 @@
-"""RMSNorm on the CPU, as the operators ``tio::rms_norm``, ``tio::add_rms_norm`` and ``tio::rms_norm_backward``."""
+"""RMSNorm on the CPU: calls into ``csrc/norm.cpp``, as the operators ``tio::rms_norm``, ``tio::add_rms_norm`` and ``tio::rms_norm_backward``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.library import operator
-from tio_megatron.kernels.norm import reference
+from tio_megatron.kernels.library import bind, integer, operator, pointer, real, size, threads, type_code
+from tio_megatron.kernels.operands import rows_of
 
-rms_norm = operator("rms_norm(Tensor x, Tensor w, float eps) -> Tensor", reference.rms_norm, fake=lambda x, w, eps: x.new_empty(x.shape))
+_forward = bind("tio_rms_norm", pointer, pointer, pointer, pointer, pointer, integer, size, size, pointer, integer, real, pointer, integer)
+_gradient = bind("tio_rms_norm_backward", pointer, pointer, pointer, pointer, integer, size, size, pointer, integer, real, pointer, pointer, integer)
+
+
+def _rms_norm_cpu(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    x, count, layout = rows_of(x)
+    w = w.contiguous()
+    _forward(x.data_ptr(), layout, None, None, None, type_code(x, "x"), count, x.shape[-1], w.data_ptr(), type_code(w, "w"), eps, y.data_ptr(), threads())
+    return y
+
+
+def _add_rms_norm_cpu(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    x, count, layout = rows_of(x)
+    residual, _, residual_layout = rows_of(residual)
+    w = w.contiguous()
+    code, w_code = type_code(x, "x"), type_code(w, "w")
+    _forward(
+        x.data_ptr(),
+        layout,
+        residual.data_ptr(),
+        residual_layout,
+        total.data_ptr(),
+        code,
+        count,
+        x.shape[-1],
+        w.data_ptr(),
+        w_code,
+        eps,
+        y.data_ptr(),
+        threads(),
+    )
+    return y, total
+
+
+def _rms_norm_backward_cpu(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[-1])
+    dy, _, dy_layout = rows_of(dy)
+    x, count, layout = rows_of(x)
+    w = w.contiguous()
+    code, w_code = type_code(x, "x"), type_code(w, "w")
+    _gradient(dy.data_ptr(), dy_layout, x.data_ptr(), layout, code, count, x.shape[-1], w.data_ptr(), w_code, eps, dx.data_ptr(), dw.data_ptr(), threads())
+    return dx, dw
+
+
+rms_norm = operator("rms_norm(Tensor x, Tensor w, float eps) -> Tensor", _rms_norm_cpu, fake=lambda x, w, eps: x.new_empty(x.shape))
 add_rms_norm = operator(
     "add_rms_norm(Tensor x, Tensor residual, Tensor w, float eps) -> (Tensor, Tensor)",
-    reference.add_rms_norm,
+    _add_rms_norm_cpu,
     fake=lambda x, residual, w, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )
 rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor w, float eps) -> (Tensor, Tensor)",
-    reference.rms_norm_backward,
+    _rms_norm_backward_cpu,
     fake=lambda dy, x, w, eps: (x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)),
 )
 

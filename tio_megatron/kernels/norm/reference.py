@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.exact import chain_dot, leaf_dot
+from tio_megatron.kernels.exact import chain_dot, leaf_dot, sqrt
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis, kept as an axis of 1."""
     f = x.float()
     mean = leaf_dot(f, f) / torch.tensor(float(x.shape[-1]))
-    return (1.0 / torch.sqrt(mean + torch.tensor(eps))).unsqueeze(-1)
+    return (1.0 / sqrt(mean + torch.tensor(eps))).unsqueeze(-1)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:

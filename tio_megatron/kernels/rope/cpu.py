@@ -1,16 +1,27 @@
-"""Rotary embedding on the CPU, as the operator ``tio::rope``."""
+"""Rotary embedding on the CPU (``csrc/elementwise.cpp``), as the operator ``tio::rope``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.library import operator
-from tio_megatron.kernels.rope import reference
+from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads, type_code
+from tio_megatron.kernels.operands import require, rows_of
+
+_rope = bind("tio_rope", pointer, pointer, integer, size, size, size, pointer, pointer, size, size, integer, pointer, integer)
 
 
 def _rope_cpu(x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Tensor:
-    return reference.rope(x, positions, table, inverse=inverse)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if not y.numel():
+        return y
+    x, _, layout = rows_of(x)
+    positions, table = positions.contiguous(), table.contiguous()
+    rows, half = table.shape[0], table.shape[1] // 2
+    code = type_code(x, "x")
+    found = _rope(x.data_ptr(), layout, code, *x.shape, positions.data_ptr(), table.data_ptr(), rows, half, inverse, y.data_ptr(), threads())
+    require(not found, "rope", f"positions reach {int(positions.min())} .. {int(positions.max())}; the table has the positions 0 .. {rows - 1}")
+    return y
 
 
 rope = operator(

@@ -61,4 +61,5 @@ def route_backward(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool 
     check_dtype("route_backward", "ids", ids, torch.int64)
     check_shape("route_backward", "ids", ids, logits.shape[0], -1)
     check_shape("route_backward", "dprobs", dprobs, *ids.shape)
+    require(ids.shape[1] <= logits.shape[1], "route_backward", f"{ids.shape[1]} choices of {logits.shape[1]} experts")
     return cpu.route_backward(dprobs, logits, ids, normalise)

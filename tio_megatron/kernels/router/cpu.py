@@ -1,12 +1,37 @@
-"""Routing on the CPU, as the operators ``tio::router_scores``, ``tio::route`` and ``tio::route_backward``."""
+"""Routing on the CPU (``csrc/router.cpp``), as the operators ``tio::router_scores``, ``tio::route`` and ``tio::route_backward``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.library import operator
-from tio_megatron.kernels.router import reference
+from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads
+from tio_megatron.kernels.operands import require
+
+_scores = bind("tio_router_scores", pointer, size, size, pointer, integer)
+_route = bind("tio_route", pointer, size, size, size, integer, pointer, pointer, integer)
+_gradient = bind("tio_route_backward", pointer, pointer, pointer, size, size, size, integer, pointer, integer)
+
+
+def _scores_cpu(logits: Tensor) -> Tensor:
+    logits, p = logits.contiguous(), torch.empty(logits.shape)
+    _scores(logits.data_ptr(), *logits.shape, p.data_ptr(), threads())
+    return p
+
+
+def _route_cpu(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    logits = logits.contiguous()
+    ids, probs = torch.empty(logits.shape[0], top_k, dtype=torch.int64), torch.empty(logits.shape[0], top_k)
+    _route(logits.data_ptr(), *logits.shape, top_k, normalise, ids.data_ptr(), probs.data_ptr(), threads())
+    return ids, probs
+
+
+def _route_backward_cpu(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool) -> Tensor:
+    dprobs, logits, ids = dprobs.contiguous(), logits.contiguous(), ids.contiguous()
+    dlogits = torch.empty(logits.shape)
+    found = _gradient(dprobs.data_ptr(), logits.data_ptr(), ids.data_ptr(), *logits.shape, ids.shape[1], normalise, dlogits.data_ptr(), threads())
+    require(not found, "route_backward", f"ids reach outside the {logits.shape[1]} experts")
+    return dlogits
 
 
 def _route_fake(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -14,11 +39,11 @@ def _route_fake(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Te
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-scores = operator("router_scores(Tensor logits) -> Tensor", reference.scores, fake=lambda logits: logits.new_empty(logits.shape))
-route = operator("route(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor)", reference.route, fake=_route_fake)
+scores = operator("router_scores(Tensor logits) -> Tensor", _scores_cpu, fake=lambda logits: logits.new_empty(logits.shape))
+route = operator("route(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor)", _route_cpu, fake=_route_fake)
 route_backward = operator(
     "route_backward(Tensor dprobs, Tensor logits, Tensor ids, bool normalise) -> Tensor",
-    reference.route_backward,
+    _route_backward_cpu,
     fake=lambda dprobs, logits, ids, normalise: logits.new_empty(logits.shape),
 )
 

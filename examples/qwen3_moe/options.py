@@ -1,0 +1,169 @@
+"""Every option of the main job, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.qwen3_moe.layouts import DISPATCHERS, RolloutLayout, TrainerLayout
+
+EXAMPLES = """examples:
+  bash launch/qwen3_moe.sh --quick                                   two minutes: one rollout layout, a smaller table
+  bash launch/qwen3_moe.sh --tp 2 --ep 2                             train on two ranks, sample with vLLM, compare all layouts
+  torchrun --nproc-per-node 2 launch/qwen3_moe.sh --tp 2 --ep 2      the same, started by torchrun
+  bash launch/qwen3_moe.sh --model ~/Qwen3-30B-A3B --rounds 1        your own HF folder
+  bash launch/qwen3_moe.sh --checkpoint slice --num-layers 2         the true widths of Qwen3-30B-A3B, random weights
+  bash launch/qwen3_moe.sh --trainers tp1 tp4+ep4 --rollouts tp2+ep  choose the table
+  bash launch/qwen3_moe.sh --prompts my.jsonl                        lines of {"text": ...} or {"tokens": [...]}
+
+exit status: 0 every pair has logdiff 0; 1 some pair has not, or something failed; 2 the input is bad (one line says what)."""
+
+TRAINERS = ("tp1", "tp2+ep2", "ep2+allgather", "pp2+ep2")
+ROLLOUTS = ("tp1", "tp2", "tp2+ep")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parsed options."""
+
+    trainer: TrainerLayout
+    trainers: tuple[TrainerLayout, ...]
+    rollouts: tuple[RolloutLayout, ...]
+    checkpoint: str
+    model: Path | None
+    num_layers: int
+    dtype: str
+    prompts: Path | None
+    rounds: int
+    max_new_tokens: int
+    temperature: float
+    pretrain_steps: int
+    pretrain_seconds: float
+    lr: float
+    clip_grad: float
+    micro_batch_size: int
+    seed: int
+    train: bool
+    control: bool
+    quick: bool
+    out: Path
+    cache: Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; those of Megatron keep Megatron's names."""
+    made = argparse.ArgumentParser(
+        prog="qwen3_moe.sh",
+        description="Train a Qwen3-MoE model with Megatron, sample it with vLLM, and compare every token's log-probability byte for byte.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    megatron = made.add_argument_group("Megatron (the layout of the ranks that train; names as in Megatron-LM)")
+    megatron.add_argument("--tensor-model-parallel-size", "--tp", type=int, default=1, dest="tp", metavar="N", help="tensor parallel size (1)")
+    megatron.add_argument("--expert-model-parallel-size", "--ep", type=int, default=1, dest="ep", metavar="N", help="expert parallel size (1)")
+    megatron.add_argument(
+        "--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)"
+    )
+    megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
+    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size; only 1 so far")
+    megatron.add_argument(
+        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
+    )
+    megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
+    megatron.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences per micro-batch (2)")
+    megatron.add_argument("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
+    megatron.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm (1.0)")
+    megatron.add_argument("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
+    model = made.add_argument_group("checkpoint")
+    model.add_argument("--model", type=Path, metavar="DIR", help="your own HF folder of Qwen3-MoE or Qwen3 (config.json, *.safetensors)")
+    model.add_argument("--checkpoint", choices=("tiny", "slice"), default="tiny", help="one made here: tiny (pre-trained), or slice (Qwen3-30B-A3B widths)")
+    model.add_argument("--num-layers", type=int, metavar="N", help="layers of the checkpoint made here (tiny 4, slice 1)")
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights of the checkpoint made here")
+    model.add_argument("--pretrain-steps", type=int, default=300, metavar="N", help="steps that tiny is pre-trained with our Megatron (300; --quick 30)")
+    job = made.add_argument_group("job")
+    job.add_argument("--quick", action="store_true", help="within two minutes on two cores: rollout TP 1, fewer prompts, capped pre-training")
+    job.add_argument("--rounds", type=int, default=3, metavar="N", help="sample, score, train, push (3)")
+    job.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='JSON lines of {"text": ...} or {"tokens": [...]} (default: 1 token to several pages, from the corpus)'
+    )
+    job.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens sampled for each prompt (32; --quick 16)")
+    job.add_argument("--temperature", type=float, default=0.8, help="of the sampled half of the requests; the other half is greedy (0.8)")
+    job.add_argument("--trainers", nargs="+", metavar="LAYOUT", help=f"further trainer layouts of the table ({' '.join(TRAINERS)})")
+    job.add_argument("--rollouts", nargs="+", metavar="LAYOUT", help=f"rollout layouts of the table, the first runs the rounds ({' '.join(ROLLOUTS)})")
+    job.add_argument("--no-train", action="store_true", help="only sample and score, with the weights as they are")
+    job.add_argument("--no-control", action="store_true", help="leave out the stock packages")
+    job.add_argument("--out", type=Path, default=Path("out/qwen3_moe"), metavar="DIR", help="report.json, logdiff.png, logs (out/qwen3_moe)")
+    return made
+
+
+def parse(argv: Sequence[str], world: int | None = None) -> Options:
+    """Options from the command line; ``world`` is torchrun's number of ranks (None: no torchrun, the fewest that fit).
+
+    Raises:
+        ValueError: a value that cannot work, in one line.
+        SystemExit: argparse's own (status 2, or 0 for ``--help``).
+    """
+    a = parser().parse_args(argv)
+    trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
+    if world is not None and world != trainer.ranks:
+        per_replica = a.tp * a.pp * a.cp
+        if world % per_replica:
+            raise ValueError(f"{world} ranks do not divide by tp {a.tp} times pp {a.pp}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
+        trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
+    if a.cp != 1:
+        raise ValueError("--context-parallel-size must be 1: context parallelism is not covered yet")
+    default_trainers, default_rollouts = (TRAINERS[:2], ROLLOUTS[:1]) if a.quick else (TRAINERS, ROLLOUTS)
+    further = [TrainerLayout.parse(text) for text in a.trainers or default_trainers]
+    rollouts = [RolloutLayout.parse(text) for text in a.rollouts or default_rollouts]
+    for name, value, least in (("--rounds", a.rounds, 1), ("--micro-batch-size", a.micro_batch_size, 1), ("--pretrain-steps", a.pretrain_steps, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
+    if new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
+    if not a.temperature > 0:
+        raise ValueError(f"--temperature must be above 0, got {a.temperature} (half of the requests are greedy anyway)")
+    if a.model is not None and not a.model.is_dir():
+        raise ValueError(f"--model {a.model}: no such folder")
+    if a.prompts is not None and not a.prompts.is_file():
+        raise ValueError(f"--prompts {a.prompts}: no such file")
+    layers = a.num_layers if a.num_layers is not None else (4 if a.checkpoint == "tiny" else 1)
+    if layers < 1 or (a.checkpoint == "slice" and layers > 4):
+        raise ValueError(f"--num-layers {layers}: {'slice has 1 to 4 layers' if a.checkpoint == 'slice' else 'must be at least 1'}")
+    cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron").expanduser()
+    return Options(
+        trainer=trainer,
+        trainers=_once([trainer, *further]),
+        rollouts=tuple(dict.fromkeys(rollouts)),
+        checkpoint=a.checkpoint,
+        model=a.model,
+        num_layers=layers,
+        dtype=a.dtype,
+        prompts=a.prompts,
+        rounds=a.rounds,
+        max_new_tokens=new_tokens,
+        temperature=a.temperature,
+        pretrain_steps=min(a.pretrain_steps, 30) if a.quick else a.pretrain_steps,
+        pretrain_seconds=25.0 if a.quick else 600.0,
+        lr=a.lr,
+        clip_grad=a.clip_grad,
+        micro_batch_size=a.micro_batch_size,
+        seed=a.seed,
+        train=not a.no_train,
+        control=not a.no_control,
+        quick=a.quick,
+        out=a.out,
+        cache=cache,
+    )
+
+
+def _once(trainers: list[TrainerLayout]) -> tuple[TrainerLayout, ...]:
+    """Each layout once, the main one first."""
+    seen: dict[str, TrainerLayout] = {}
+    for trainer in trainers:
+        seen.setdefault(str(trainer), trainer)
+    return tuple(seen.values())

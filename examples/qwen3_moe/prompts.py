@@ -1,0 +1,92 @@
+"""The requests of a round: prompts of very different lengths, half of them greedy, half sampled with their own seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LENGTHS = (1, 2, 17, 63, 64, 65, 130, 200, 321, 450)
+"""Around the edges of a block of 64 keys, and beyond what one chunk of prefill takes."""
+QUICK = (1, 17, 64, 65, 200, 321)
+LONGEST = 512
+"""Tokens of a sequence, prompt and sampled together, unless a prompt file asks for more."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to sample after it; ``temperature`` 0 is greedy."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+
+
+def requests(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int, round_number: int) -> list[Request]:
+    """A greedy and a sampled request for each prompt. Seeds depend on round and request alone, so every rollout layout draws the same."""
+    made = []
+    for i, prompt in enumerate(prompts):
+        made.append(Request(tuple(prompt), max_new_tokens))
+        made.append(Request(tuple(prompt), max_new_tokens, temperature, seed * 1_000_003 + round_number * 1009 + i))
+    return made
+
+
+def from_stream(stream: Sequence[int], lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Prompts of the given lengths cut out of a stream of tokens."""
+    generator = np.random.default_rng(seed)
+    starts = [int(generator.integers(0, len(stream) - length)) for length in lengths]
+    return [[int(token) for token in stream[start : start + length]] for start, length in zip(starts, lengths, strict=True)]
+
+
+def from_file(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Prompts from JSON lines of ``{"text": ...}`` or ``{"tokens": [...]}``.
+
+    Raises:
+        ValueError: the file, the line and what is wrong with it.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+        tokens = entry.get("tokens") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+            if tokenizer is None:
+                raise ValueError(f'{path}, line {number}: "text" needs a tokenizer.json in the checkpoint folder; give "tokens" instead')
+            tokens = tokenizer.encode(entry["text"]).ids
+        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+            raise ValueError(f'{path}, line {number}: expected {{"text": "..."}} or {{"tokens": [1, 2, ...]}}')
+        prompts.append(tokens)
+    return prompts
+
+
+def check(prompts: Sequence[Sequence[int]], *, vocab: int, longest: int, max_new_tokens: int, where: str) -> None:
+    """Refuse prompts no engine can take, or that would be answered by another model than the one given.
+
+    Raises:
+        ValueError: names the prompt, the token and what would work.
+    """
+    if not prompts:
+        raise ValueError(f"{where}: no prompts; give at least one")
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"{where}: prompt {number} is empty; give at least one token")
+        outside = [token for token in prompt if not 0 <= token < vocab]
+        if outside:
+            raise ValueError(f"{where}: prompt {number} has token {outside[0]}, outside the vocabulary of {vocab} (0 to {vocab - 1})")
+        if len(prompt) + max_new_tokens > longest:
+            raise ValueError(
+                f"{where}: prompt {number} has {len(prompt)} tokens and {max_new_tokens} are to be sampled, the model takes {longest} in all;"
+                f" shorten it to {max(0, longest - max_new_tokens)} or lower --max-new-tokens"
+            )

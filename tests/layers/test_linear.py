@@ -1,0 +1,108 @@
+"""Column- and row-parallel products: any cut gives the bytes of one rank, forward and input gradient; gradients reach the sink in fp32."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tio_megatron.layers import grads
+from tio_megatron.layers.linear import column_parallel, row_parallel
+from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
+
+S, B, K, N, LEAVES = 8, 2, 64, 96, 8
+
+
+def values(dtype, gated=False):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    return draw(S, B, K), draw(N, K), draw(S, B, N)
+
+
+def shard(t, dim, ranks, rank):
+    return t.chunk(ranks, dim)[rank].contiguous()
+
+
+def gate_up_shard(w, ranks, rank):
+    gate, up = w.chunk(2)
+    return torch.cat([shard(gate, 0, ranks, rank), shard(up, 0, ranks, rank)])
+
+
+def column(rank, ranks, dtype, sp, gated):
+    x, w, dy = values(dtype)
+    cut = (lambda t, dim: gate_up_shard(t.transpose(0, dim), ranks, rank).transpose(0, dim)) if gated else (lambda t, dim: shard(t, dim, ranks, rank))
+    x = (shard(x, 0, ranks, rank) if sp else x).requires_grad_()
+    w = cut(w, 0).requires_grad_()
+    y = column_parallel(x, w, group=dist.group.WORLD, sequence_parallel=sp, dgrad_leaves=LEAVES // ranks, gated=gated)
+    y.backward(cut(dy, 2).contiguous())
+    return y.detach(), x.grad, w.grad
+
+
+def row(rank, ranks, dtype, sp, _):
+    x, w, dy = values(dtype)
+    w, dy = w.t().contiguous(), dy
+    x, dy = dy, x
+    x = shard(x, 2, ranks, rank).requires_grad_()
+    w = shard(w, 1, ranks, rank).requires_grad_()
+    y = row_parallel(x, w, leaves=LEAVES // ranks, group=dist.group.WORLD, sequence_parallel=sp)
+    y.backward(shard(dy, 0, ranks, rank) if sp else dy)
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("ranks, sp", [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_column(gated, ranks, sp, dtype):
+    (y, dx, dw), parts = run_ranks(1, column, 1, dtype, False, gated)[0], run_ranks(ranks, column, ranks, dtype, sp, gated)
+    for rank, (y_part, dx_part, dw_part) in enumerate(parts):
+        cut = (
+            (lambda t, dim, r=rank: gate_up_shard(t.transpose(0, dim), ranks, r).transpose(0, dim))
+            if gated
+            else (lambda t, dim, r=rank: shard(t, dim, ranks, r))
+        )
+        assert_same_bytes(cut(y, 2), y_part, "output")
+        assert_same_bytes(shard(dx, 0, ranks, rank) if sp else dx, dx_part, "input gradient")
+        assert_same_bytes(cut(dw, 0), dw_part, "weight gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("ranks, sp", [(2, False), (2, True), (4, False), (4, True)])
+def test_row(ranks, sp, dtype):
+    (y, dx, dw), parts = run_ranks(1, row, 1, dtype, False, None)[0], run_ranks(ranks, row, ranks, dtype, sp, None)
+    for rank, (y_part, dx_part, dw_part) in enumerate(parts):
+        assert_same_bytes(shard(y, 0, ranks, rank) if sp else y, y_part, "output")
+        assert_same_bytes(shard(dx, 2, ranks, rank), dx_part, "input gradient")
+        assert_same_bytes(shard(dw, 1, ranks, rank), dw_part, "weight gradient")
+
+
+def test_the_leaves_decide():
+    """Negative control: another number of leaves is another sum."""
+    x, w, _ = values(torch.float32)
+    assert first_mismatch(row_parallel(x, w, leaves=8), row_parallel(x, w, leaves=1)) is not None
+
+
+def test_a_sink_gets_the_fp32_partial():
+    x, w, dy = values(torch.bfloat16)
+    w.requires_grad_()
+    seen = []
+    before = grads.use(lambda weight, partial: seen.append((weight, partial)))
+    try:
+        column_parallel(x, w).backward(dy)
+    finally:
+        grads.use(before)
+    assert seen[0][0] is w and seen[0][1].dtype == torch.float32 and w.grad is None
+
+
+def test_a_frozen_weight_asks_for_no_gradient():
+    x, w, dy = values(torch.float32)
+    x.requires_grad_()
+    before = grads.use(lambda weight, partial: pytest.fail("a gradient of a frozen weight"))
+    try:
+        column_parallel(x, w).backward(dy)
+        row_parallel(dy.requires_grad_(), w.t().contiguous(), leaves=8).backward(x.detach())
+    finally:
+        grads.use(before)
+    assert x.grad is not None
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"weight \(2, 3\): expected fp32 of that shape, got torch.float32 \(3, 2\)"):
+        grads.deliver(torch.zeros(2, 3), torch.zeros(3, 2))

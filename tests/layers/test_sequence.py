@@ -1,0 +1,87 @@
+"""Attention and rotation of a sequence: alone, in a batch, in a pack and before padding it has the same bytes."""
+
+import pytest
+import torch
+
+from tio_megatron.kernels.rope import rope_table
+from tio_megatron.layers.attention import attention
+from tio_megatron.layers.rope import packed_positions, rope
+from tio_megatron.testing import assert_same_bytes, first_mismatch
+
+LENGTHS = (70, 1, 130)
+HEADS, GROUPS, D = 4, 2, 16
+
+
+def sequences(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(n, heads, D, generator=generator).to(dtype) for heads in (HEADS, GROUPS, GROUPS)] for n in LENGTHS]
+
+
+def alone(q, k, v):
+    return attention(q[:, None], k[:, None], v[:, None], scale=0.25)[:, 0]
+
+
+def starts(lengths=LENGTHS):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_attention_of_a_pack_is_that_of_each_sequence(dtype):
+    parts = sequences(dtype)
+    packed = [torch.cat([part[i] for part in parts]) for i in range(3)]
+    out = attention(*packed, scale=0.25, cu_seqlens=starts())
+    assert_same_bytes([alone(*part) for part in parts], list(out.split(LENGTHS)))
+    shifted = attention(*packed, scale=0.25, cu_seqlens=starts((69, 2, 130)))
+    assert first_mismatch(out, shifted) is not None
+
+
+def test_attention_behind_the_last_sequence_is_its_own():
+    parts = sequences()
+    packed = [torch.cat([part[i] for part in parts]) for i in range(3)]
+    out = attention(*packed, scale=0.25, cu_seqlens=starts(LENGTHS[:2]))
+    assert_same_bytes([alone(*part) for part in parts], list(out.split(LENGTHS)))
+    with pytest.raises(ValueError, match="cu_seqlens ends at 201, but there are 200 tokens"):
+        attention(*(t[:200] for t in packed), scale=0.25, cu_seqlens=starts())
+
+
+def test_attention_of_a_batch_and_padding_on_the_right():
+    parts = sequences()
+    longest = max(LENGTHS)
+    batch = [torch.full((longest, len(parts), heads, D), float("nan"), dtype=torch.bfloat16) for heads in (HEADS, GROUPS, GROUPS)]
+    for b, part in enumerate(parts):
+        for t, padded in zip(part, batch, strict=True):
+            padded[: len(t), b] = t
+    out = attention(*batch, scale=0.25)
+    assert_same_bytes([alone(*part) for part in parts], [out[:n, b] for b, n in enumerate(LENGTHS)])
+
+
+def test_attention_gradients_of_a_pack_are_those_of_each_sequence():
+    parts = sequences(torch.float32)
+    dy = torch.randn(sum(LENGTHS), HEADS, D, generator=torch.Generator().manual_seed(1))
+    packed = [torch.cat([part[i] for part in parts]).requires_grad_() for i in range(3)]
+    attention(*packed, scale=0.25, cu_seqlens=starts()).backward(dy)
+    for part, d, *whole in zip(parts, dy.split(LENGTHS), *(t.grad.split(LENGTHS) for t in packed), strict=True):
+        for t in part:
+            t.requires_grad_()
+        alone(*part).backward(d)
+        assert_same_bytes(whole, [t.grad for t in part])
+
+
+def test_positions_restart_in_each_sequence():
+    assert packed_positions(starts((2, 0, 3)), 7).tolist() == [0, 1, 0, 1, 2, 0, 1]
+
+
+def test_rope_of_a_pack_is_that_of_each_sequence_and_undoes_itself():
+    table = rope_table(130, D, 1e6)
+    parts = [part[0] for part in sequences(torch.float32)]
+    packed = torch.cat(parts).requires_grad_()
+    out = rope(packed, table, starts())
+    assert_same_bytes([rope(part[:, None], table)[:, 0] for part in parts], list(out.split(LENGTHS)))
+    assert_same_bytes(parts[0][0], out[0].detach(), "position 0 is not rotated")
+    out.backward(out.detach())
+    assert (packed.grad - packed).abs().max() < 1e-5
+
+
+def test_a_table_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="a sequence has 130 tokens but the table holds 64 positions"):
+        rope(torch.cat([part[0] for part in sequences()]), rope_table(64, D, 1e6), starts())

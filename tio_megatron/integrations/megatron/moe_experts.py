@@ -1,0 +1,150 @@
+"""Megatron's two kinds of expert modules, both computed by one grouped product.
+
+Weights and their names, per local expert ``i`` (``I`` is the expert width over expert-tensor-parallel ranks, gate rows first):
+
+* grouped (``moe_grouped_gemm=True``): ``linear_fc1.weight{i}`` [2 * I, H] and ``linear_fc2.weight{i}`` [H, I], the names of Megatron's
+  TransformerEngine experts, so its checkpoint converters apply. Not those of the legacy module (``weight1``, ``weight2``, transposed).
+* sequential: stock's own ``local_experts.{i}.linear_fc1.weight`` and ``local_experts.{i}.linear_fc2.weight``, same shapes.
+
+Both save distributed checkpoints under the same keys as stock, with the global expert number as an axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.transformer.mlp import MLPSubmodules, apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from tio_megatron.integrations.megatron import state
+from tio_megatron.layers.experts import ExpertMLP
+
+
+def run_experts(
+    x: torch.Tensor, tokens_per_expert: torch.Tensor, w13: Sequence[Parameter], w2: Sequence[Parameter], config: TransformerConfig, group: ProcessGroup
+) -> torch.Tensor:
+    """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel ``group``.
+
+    Raises:
+        ValueError: the expert width, or its cut, does not fall on the contract's leaves.
+        RuntimeError: no contract is applied.
+    """
+    contract, width = state.active(), config.moe_ffn_hidden_size
+    leaves = contract.leaves_of("expert_row", width, group.size(), "experts.linear_fc2")
+    dgrad_leaves = contract.leaves_of("expert_col_dgrad", width, group.size(), "experts.linear_fc1 (input gradient)")
+    offsets = torch.cat((tokens_per_expert.new_zeros(1), tokens_per_expert.cumsum(0)))
+    rows: torch.Tensor = ExpertMLP.apply(x, offsets, leaves, dgrad_leaves, group, *w13, *w2)
+    return rows
+
+
+def _tag(weights: Sequence[Parameter], config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Tell DDP over which ranks an expert's gradient is summed.
+
+    Stock takes the expert group only when experts are cut by EP. With one EP rank and ETP smaller than TP the ranks of TP hold the same
+    experts but saw different tokens, so there too the dense data-parallel group would leave part of the sum out.
+    """
+    replicated = config.expert_model_parallel_size == 1 and groups.expt_tp.size() == groups.tp.size()
+    for weight in weights:
+        weight.allreduce = replicated  # type: ignore[attr-defined]
+
+
+class OrderedSequentialMLP(SequentialMLP):
+    """``SequentialMLP``: its modules hold the weights, one grouped product computes all of them."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        _tag(list(self.parameters()), config, pg_collection)
+
+    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
+        w13 = [expert.linear_fc1.weight for expert in self.local_experts]
+        w2 = [expert.linear_fc2.weight for expert in self.local_experts]
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, w13, w2, self.config, self.tp_group), None
+
+
+class _ExpertWeights(MegatronModule):
+    """One projection of all local experts: ``weight0``, ``weight1``, ... each [out, in], cut over ``group`` along ``axis``."""
+
+    def __init__(
+        self,
+        count: int,
+        out: int,
+        inside: int,
+        axis: int,
+        stride: int,
+        init_method: Callable[[torch.Tensor], Any],
+        config: TransformerConfig,
+        group: ProcessGroup,
+    ) -> None:
+        super().__init__(config)
+        shape = [out, inside]
+        if shape[axis] % (group.size() * stride):
+            raise ValueError(f"experts: an axis of {shape[axis]} does not divide by {group.size()} expert-tensor-parallel ranks")
+        shape[axis] //= group.size()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        for i in range(count):
+            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            if config.perform_initialization and config.use_cpu_initialization:
+                _initialize_affine_weight_cpu(
+                    weight, out, inside, shape[axis], axis, init_method, stride, params_dtype=config.params_dtype, rank=group.rank(), world_size=group.size()
+                )
+            elif config.perform_initialization:
+                _initialize_affine_weight_gpu(weight, init_method, axis, stride=stride, is_expert=True)
+            setattr(self, f"weight{i}", weight)
+
+    def weights(self) -> list[Parameter]:
+        """One for each local expert."""
+        return [self.get_parameter(f"weight{i}") for i in range(len(self._parameters))]
+
+
+class OrderedGroupedMLP(MegatronModule):
+    """Experts as one grouped product, with the parameter names of Megatron's TransformerEngine experts."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules | None = None, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        """``submodules`` is not read; stock passes it for its own grouped experts."""
+        super().__init__(config)
+        assert pg_collection is not None, "MoELayer always passes its groups"
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = _ExpertWeights(num_local_experts, 2 * width, hidden, 0, 2, config.init_method, config, self.tp_group)
+        self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.tp_group)
+        _tag(list(self.parameters()), config, pg_collection)
+
+    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
+        w13, w2 = self.linear_fc1.weights(), self.linear_fc2.weights()
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, w13, w2, self.config, self.tp_group), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The same keys and global shapes as ``SequentialMLP``, so checkpoints of either load into the other."""
+        apart = bool((metadata or {}).get("singleton_local_shards", False))
+        total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
+        replica = (0, 0, self.dp_group.rank())
+        out: dict[str, Any] = {}
+        for name, module, axis in (("linear_fc1", self.linear_fc1, 0), ("linear_fc2", self.linear_fc2, 1)):
+            for i, weight in enumerate(module.weights()):
+                key = f"{prefix}experts.{first + i}.{name}" if apart else f"{prefix}experts.{name}"
+                offsets = sharded_offsets if apart else (*sharded_offsets, (len(sharded_offsets), first + i, total))
+                sharded = make_tp_sharded_tensor_for_checkpoint(
+                    weight, f"{key}.weight", axis, replica_id=replica, prepend_offsets=offsets, tp_group=self.tp_group, dp_cp_group=self.dp_group
+                )
+                out[f"{prefix}{name}.weight{i}"] = apply_swiglu_sharded_factory(sharded, offsets, apart) if axis == 0 else sharded
+                extra = make_sharded_object_for_checkpoint(None, f"{key}._extra_state", offsets, (0, self.tp_group.rank(), self.dp_group.rank()))
+                out[f"{prefix}expert{first + i}.{name}._extra_state"] = extra
+        return out

@@ -1,0 +1,37 @@
+"""Megatron's router with our arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from tio_megatron.layers.router import route_tokens, router_logits
+
+
+class OrderedRouter(TopKRouter):
+    """``TopKRouter`` with fp32 logits, ties to the lower expert id and one order of every sum.
+
+    The parameter and its name stay stock. The result is compact, and only our dispatchers read it: in place of a dense map and dense
+    probabilities, ``ids`` and ``probs`` of the chosen experts.
+    """
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (stock's name)
+        """``input`` [s, b, H] -> logits [T, E] fp32, with T = s * b."""
+        return router_logits(input, self.weight)
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T, E] -> probabilities [T, k] fp32 and expert ids [T, k] int64.
+
+        ``moe_router_pre_softmax=False`` (softmax over the chosen logits) is the softmax over all experts with the chosen ones made to sum
+        to one, HF's ``norm_topk_prob=True``; ``True`` keeps the chosen probabilities as they are, HF's ``norm_topk_prob=False``.
+
+        Args:
+            padding_mask: [s, b] bool, True for padding, as Megatron's own code reads it (one of its docstrings says the opposite).
+        """
+        padding = None if padding_mask is None else padding_mask.reshape(-1)
+        ids, probs = route_tokens(logits, self.topk, normalise=not self.config.moe_router_pre_softmax, padding=padding)
+        return probs, ids
+
+    def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+        """``input`` [s, b, H], ``padding_mask`` [s, b] -> probabilities [T, k] fp32 and expert ids [T, k] int64."""
+        return self.routing(self.gating(input), padding_mask)

@@ -1,0 +1,69 @@
+"""Which experts a token goes to, and with what probability.
+
+Shapes: ``T`` tokens, ``k`` choices of a token, ``E`` experts, ``H`` hidden. Logits and probabilities are fp32 whatever the activations are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tio_megatron.kernels.linear import linear, matmul
+from tio_megatron.kernels.router import route
+from tio_megatron.layers.grads import deliver
+from tio_megatron.layers.permute import NOT_ROUTED
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in fp32, the axis H uncut.
+
+    Args:
+        x: [..., H] bf16 or fp32.
+        weight: [E, H] in the dtype of ``x``.
+
+    Returns:
+        [T, E] fp32, with ``T`` the product of the leading sizes.
+
+    Raises:
+        ValueError: the dtypes differ (a router kept in another dtype than the activations would be another product on each side).
+    """
+    if x.dtype != weight.dtype:
+        raise ValueError(f"router: the weight is {weight.dtype} but the activations are {x.dtype}; keep both in one dtype")
+    logits: Tensor = _Logits.apply(x.reshape(-1, x.shape[-1]), weight)
+    return logits
+
+
+def route_tokens(logits: Tensor, top_k: int, *, normalise: bool, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, the ``top_k`` largest probabilities (ties to the lower id), optionally made to sum to one.
+
+    Args:
+        logits: [T, E] fp32.
+        top_k: k.
+        normalise: divide the chosen probabilities by their sum.
+        padding: [T] bool, True for tokens that are padding. They are never routed.
+
+    Returns:
+        ``ids`` [T, k] int64, ascending in each token, and ``probs`` [T, k] fp32. A padding token has -1 and 0.
+    """
+    if padding is None:
+        return route(logits, top_k, normalise)
+    mask = padding.unsqueeze(1)
+    # Filled first too: what a padding token holds must not come back as a gradient.
+    ids, probs = route(logits.masked_fill(mask, 0.0), top_k, normalise)
+    return ids.masked_fill(mask, NOT_ROUTED), probs.masked_fill(mask, 0.0)
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, leaves=1, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = matmul(dlogits, weight.t(), out_dtype=x.dtype) if ctx.needs_input_grad[0] else None
+        dw = deliver(weight, matmul(dlogits.t(), x.t())) if ctx.needs_input_grad[1] else None
+        return dx, dw
