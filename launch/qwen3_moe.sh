@@ -18,8 +18,6 @@ exec "$python" "$here/qwen3_moe.sh" "$@"
 
 '''
 
-import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -27,29 +25,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def ranks(argv: list[str]) -> int:
-    """The fewest ranks that hold the trainer's layout. What is wrong with the options is for the job to say."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    options.add_argument("--tp", "--tensor-model-parallel-size", dest="tp", type=int, default=1)
-    options.add_argument("--pp", "--pipeline-model-parallel-size", dest="pp", type=int, default=1)
-    options.add_argument("--cp", "--context-parallel-size", dest="cp", type=int, default=1)
-    options.add_argument("--ep", "--expert-model-parallel-size", dest="ep", type=int, default=1)
-    options.add_argument("--etp", "--expert-tensor-parallel-size", dest="etp", type=int, default=1)
-    try:
-        layout, _ = options.parse_known_args(argv)
-    except argparse.ArgumentError:
-        return 1
-    return max(1, layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * layout.etp))
-
-
 def start_torchrun(argv: list[str]) -> int:
-    """The job over NPROC_PER_NODE or ``ranks(argv)`` processes of this machine, on a free port. Returns the first failed rank's exit status."""
+    """The job over NPROC_PER_NODE processes of this machine, or as many as the layout needs, on a free port.
+
+    Returns the exit status of the rank that failed first; torchrun's own would be 1 for everything.
+    """
+    from examples.qwen3_moe.options import parse
+
+    try:
+        needed = parse(argv).trainer.ranks  # --help and unknown options end here
+    except ValueError:
+        return run_job(argv)  # the job says what is wrong with its options
+    count = os.environ.get("NPROC_PER_NODE") or str(needed)
+    if count != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    count = os.environ.get("NPROC_PER_NODE") or str(ranks(argv))
-    if count != "1":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         torchrun(["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv])
     except ChildFailedError as failed:
@@ -58,7 +51,7 @@ def start_torchrun(argv: list[str]) -> int:
     return 0
 
 
-def run_job(argv: list[str]) -> int | None:
+def run_job(argv: list[str]) -> int:
     """This process's part of the job."""
     from examples.qwen3_moe.main import main
 
@@ -67,11 +60,10 @@ def run_job(argv: list[str]) -> int | None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    started = "RANK" in os.environ or not {"-h", "--help"}.isdisjoint(sys.argv)
     try:
-        sys.exit(run_job(sys.argv[1:]) if started else start_torchrun(sys.argv[1:]))
+        sys.exit(run_job(sys.argv[1:]) if "RANK" in os.environ else start_torchrun(sys.argv[1:]))
     except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "megatron", "vllm", "tio_megatron"):
+        if missing.name is None or "." in missing.name:  # a module of a package that is there: a mistake in the code, not a bare Python
             raise
         print(f"qwen3_moe: {sys.executable} has no {missing.name}: run `make setup` first, or name another Python with PYTHON=...", file=sys.stderr)
         sys.exit(2)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from tio_megatron.kernels.attention import attention, attention_paged, reference, write_pages
 from tio_megatron.kernels.exact import chain_dot, fma
 from tio_megatron.kernels.math import reference as m

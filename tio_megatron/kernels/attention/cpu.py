@@ -1,4 +1,4 @@
-"""Attention on the CPU (``csrc/attention.cpp``), as ``tio::attention``, ``tio::attention_backward``, ``tio::write_pages`` and ``tio::attention_paged``."""
+"""Attention on the CPU (``csrc/attention.cpp``, ``attention_backward.cpp``), as ``tio::attention``, ``tio::attention_backward``, ``tio::write_pages`` and ``tio::attention_paged``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.attention import reference
 from tio_megatron.kernels.library import bind, integer, operator, pointer, real, size, threads, type_code
 from tio_megatron.kernels.operands import dense_last, require
 
 _forward = bind("tio_attention", *[pointer] * 6, integer, pointer, pointer, size, size, size, integer, real, pointer, pointer, integer)
+_gradient = bind("tio_attention_backward", *[pointer] * 11, integer, pointer, pointer, size, size, size, integer, real, pointer, pointer, pointer, integer)
 _write = bind("tio_write_pages", *[pointer] * 4, integer, size, pointer, size, size, size, size, integer, pointer, integer)
 _paged = bind(
     "tio_attention_paged",
@@ -44,7 +44,15 @@ def _attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, 
 def _backward_cpu(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.attention_backward(do, q, k, v, o, lse, cu_q=cu_q, cu_k=cu_k, scale=scale)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    (do, do_strides), (o, o_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_heads, (do, o, q, k, v))
+    lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+    _gradient(
+        *(do.data_ptr(), do_strides, q.data_ptr(), q_strides, k.data_ptr(), k_strides, v.data_ptr(), v_strides, o.data_ptr(), o_strides),
+        *(lse.data_ptr(), type_code(q, "q"), cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1, q.shape[1], k.shape[1], q.shape[2], scale),
+        *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), threads()),
+    )
+    return dq, dk, dv
 
 
 def _write_cpu(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:

@@ -19,13 +19,6 @@ struct Pages {
   T* block(int64_t page, int64_t head, int64_t inside) const { return data + page * page_stride + (head * (keys_per_page / kKeys) + inside) * 2 * kKeys * D; }
 };
 
-template <class T>
-struct View {
-  T* data;
-  int64_t token, head;  // strides
-  T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
-};
-
 struct Sequence {
   int64_t first, queries, keys;  // its first query row, and lengths
   const int32_t* pages;

@@ -15,7 +15,14 @@ constexpr int kLanes = 32;      // rows of the larger tile
 constexpr int kFew = 8;
 constexpr int kTaskRows = 256;  // rows that share one conversion of a block
 
-// A block in memory: keys [D][64], then values [64][D].
+// [token, head, D] with a contiguous last axis; strides in elements.
+template <class T>
+struct View {
+  T* data;
+  int64_t token, head;
+  T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
 struct AttentionTile {
   int rows;
   int64_t sees[kLanes];  // keys of the sequence each row sees; lanes past `rows` repeat row 0

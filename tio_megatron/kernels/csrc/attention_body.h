@@ -1,6 +1,7 @@
 // One step of the walk: a block of 64 keys met by a tile of rows.
 #include "elementary.h"
 #include "transpose.h"
+#include "multiply.h"
 
 // Where a lane counts. AVX-512 has registers for it; elsewhere a vector of all ones or zeros does.
 #if TIO_IS_AVX512
@@ -21,23 +22,7 @@ TIO_INLINE I load_counts(const int* p) {
   return x;
 }
 
-// acc[r][n] continued over k in [k0, k1): fma(a[r + k * a_step], b[k * b_step + column], .), column W * n + lane.
-template <int R, int N, class B>
-TIO_INLINE void multiply(const float* a, int64_t a_step, const B* b, int64_t b_step, int k0, int k1, F (&acc)[R][N]) {
-  for (int k = k0; k < k1; k++) {
-    F bk[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) bk[n] = load(b + k * b_step + n * W);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const F ak = set1(a[r + k * a_step]);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; n++) acc[r][n] = fma(ak, bk[n], acc[r][n]);
-    }
-  }
-}
-
-// The same where k is below the lane's count.
+// multiply() where k is below the lane's count.
 template <int R, int N>
 TIO_INLINE void multiply_where(const float* a, int64_t a_step, const float* b, int64_t b_step, const int* counts, int k0, int k1, F (&acc)[R][N]) {
   for (int k = k0; k < k1; k++)
@@ -89,7 +74,7 @@ TIO_INLINE F soften(float* s, int64_t stride, const int* counts, int fewest, int
 // Rows in lanes: L of them. kt[D][64] and v[64][D] fp32; s is scratch for 64 * L numbers.
 template <int L>
 TIO_FN void lanes_step(AttentionTile& tile, const float* kt, const float* v, int D, float scale, int64_t first, float* s) {
-  constexpr int N = W == 16 ? L / 16 : 2, R = W == 16 ? 8 : 4, span = N * W;
+  constexpr int N = W == 16 ? L / 16 : 2, R = kRows, span = N * W;
   const Counts counts(tile, first, L);
   const int fewest = counts.fewest, most = counts.most;
   for (int c = 0; c < L; c += span) {
