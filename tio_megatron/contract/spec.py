@@ -17,7 +17,7 @@ from tio_megatron.contract.vocab import VocabOrder
 VERSION = 1
 """Raised whenever a rule changes the bytes of any result."""
 
-FAMILIES = {"cpu": {"kv_block": 64, "chain": 256}}
+FAMILIES = {"cpu": {"kv_block": 64, "chain": 256, "row_chain": 32, "router_chain": 8}}
 """Kernel families: what each fixes inside a leaf. Bytes agree within a family, never across."""
 
 
@@ -67,7 +67,9 @@ class Contract:
     Args:
         cuts: leaves per axis.
         family: kernel family, which fixes the order inside a leaf.
-        chain: terms of one fused multiply-add chain inside a leaf (set by the family).
+        chain: terms of one fused multiply-add chain inside a leaf of a product (set by the family).
+        row_chain: the same in a sum over one row, such as a norm's (set by the family).
+        router_chain: the same in the router's softmax over experts (set by the family).
         kv_block: keys per block of the attention walk (set by the family).
         vocab_block: vocabulary rows per block of the log-softmax.
         grain: positions per grain of a sum over tokens.
@@ -85,6 +87,8 @@ class Contract:
     cuts: Cuts = field(default_factory=Cuts)
     family: str = "cpu"
     chain: int = 256
+    row_chain: int = 32
+    router_chain: int = 8
     kv_block: int = 64
     vocab_block: int = 128
     grain: int = 512
