@@ -1,4 +1,4 @@
-"""Attention on the CPU (``csrc/attention.cpp``, ``attention_backward.cpp``), as ``tio::attention``, ``tio::attention_backward``, ``tio::write_pages`` and ``tio::attention_paged``."""
+"""Attention on the CPU (``csrc/attention.cpp``, ``attention_backward.cpp``), as ``tio::attention``, its backward, ``write_pages`` and ``attention_paged``."""
 
 from __future__ import annotations
 
