@@ -1,4 +1,4 @@
-"""Attention on the CPU (``csrc/attention.cpp``, ``attention_backward.cpp``), as ``tio::attention``, ``tio::attention_backward``, ``tio::write_pages`` and ``tio::attention_paged``."""
+"""Attention on the CPU (``csrc/attention.cpp``, ``attention_backward.cpp``), as ``tio::attention``, its backward, ``write_pages`` and ``attention_paged``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _heads(tensor: Tensor) -> tuple[Tensor, Any]:
 
 
 def _attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     (q, q_strides), (k, k_strides), (v, v_strides) = _heads(q), _heads(k), _heads(v)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     _forward(
@@ -44,7 +44,7 @@ def _attention_cpu(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, 
 def _backward_cpu(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     (do, do_strides), (o, o_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_heads, (do, o, q, k, v))
     lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
     _gradient(

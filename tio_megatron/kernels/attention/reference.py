@@ -37,12 +37,12 @@ def _sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """``q[n, h, D]`` against ``k[c, D]`` -> ``[n, h, c]``."""
-    return chain_dot(q.unsqueeze(2), k) * torch.tensor(scale)
+    return chain_dot(q.unsqueeze(2), k) * torch.tensor(scale, dtype=torch.float32)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, scale: float, kv_block: int = KV_BLOCK) -> tuple[Tensor, Tensor]:
     """``q[T, H, D]``, ``k, v[S, G, D]`` -> ``o[T, H, D]`` in the type of q, ``lse[T, H]`` fp32."""
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for rows, keys in _sequences(cu_q, cu_k):
         for g in range(k.shape[1]):
@@ -54,7 +54,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, sc
 def _one_group(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     n, h, d = q.shape
     position = torch.arange(n) + (k.shape[0] - n)
-    top, total, acc = torch.full((n, h), float("-inf")), torch.zeros(n, h), torch.zeros(n, h, d)
+    top, total, acc = torch.full((n, h), float("-inf"), dtype=torch.float32), torch.zeros(n, h, dtype=torch.float32), torch.zeros(n, h, d, dtype=torch.float32)
     for start in range(0, k.shape[0], kv_block):
         live = (position >= start).nonzero().squeeze(1)
         stop = min(start + kv_block, k.shape[0])
@@ -62,9 +62,9 @@ def _one_group(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_block: int, dty
         visible = (position[live, None] >= torch.arange(start, stop)).unsqueeze(1)
         new = torch.maximum(top[live], torch.where(visible & ~s.isnan(), s, float("-inf")).amax(-1))
         p = m.exp(s - new.unsqueeze(-1))
-        block = torch.zeros(live.numel(), h)
+        block = torch.zeros(live.numel(), h, dtype=torch.float32)
         a = m.exp(top[live] - new)
-        rows = acc[live] * a.unsqueeze(-1) if start else torch.zeros(live.numel(), h, d)
+        rows = acc[live] * a.unsqueeze(-1) if start else torch.zeros(live.numel(), h, d, dtype=torch.float32)
         for j in range(stop - start):
             block = torch.where(visible[:, :, j], block + p[:, :, j], block)
             rows = torch.where(visible[:, :, j, None], fma(p[:, :, j, None], v[start + j], rows), rows)
@@ -85,7 +85,7 @@ def attention_backward(
     """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     group = q.shape[1] // k.shape[1]
-    factor = torch.tensor(scale)
+    factor = torch.tensor(scale, dtype=torch.float32)
     for rows, keys in _sequences(cu_q, cu_k):
         for g in range(k.shape[1]):
             kf, vf = k[keys, g].float(), v[keys, g].float()
@@ -102,7 +102,7 @@ def _one_head_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, l
     n, d = q.shape
     offset = k.shape[0] - n
     delta = chain_dot(do, o)
-    dq, dk, dv = torch.zeros(n, d), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = torch.zeros(n, d, dtype=torch.float32), torch.zeros_like(k), torch.zeros_like(v)
     for k0 in range(0, k.shape[0], KV_BLOCK):
         k1 = min(k0 + KV_BLOCK, k.shape[0])
         for p0 in range(k0, k.shape[0], KV_BLOCK):
@@ -112,11 +112,11 @@ def _one_head_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, l
             visible = (torch.arange(rows.start, rows.stop)[:, None] + offset) >= torch.arange(k0, k1)
             p = m.exp(_scores(q[rows].unsqueeze(1), k[k0:k1], scale).squeeze(1) - lse[rows].unsqueeze(-1))
             ds = p * (chain_dot(do[rows].unsqueeze(1), v[k0:k1]) - delta[rows].unsqueeze(-1))
-            block = torch.zeros(rows.stop - rows.start, d)
+            block = torch.zeros(rows.stop - rows.start, d, dtype=torch.float32)
             for j in range(k1 - k0):
                 block = torch.where(visible[:, j, None], fma(ds[:, j, None], k[k0 + j], block), block)
             dq[rows] = dq[rows] + block
-            block_k, block_v = torch.zeros(k1 - k0, d), torch.zeros(k1 - k0, d)
+            block_k, block_v = torch.zeros(k1 - k0, d, dtype=torch.float32), torch.zeros(k1 - k0, d, dtype=torch.float32)
             for i in range(rows.stop - rows.start):
                 see = visible[i, :, None]
                 block_k = torch.where(see, fma(ds[i, :, None], q[rows.start + i], block_k), block_k)

@@ -25,7 +25,7 @@ def _combine_cpu(rows: Tensor, index: Tensor, ids: Tensor, probs: Tensor | None,
     rows, index, ids = dense_last(rows), index.contiguous(), ids.contiguous()
     probs = None if probs is None else probs.contiguous()
     (tokens, top_k), nodes = index.shape, len(starts)
-    out = torch.empty(nodes, tokens, rows.shape[1])
+    out = rows.new_empty(nodes, tokens, rows.shape[1], dtype=torch.float32)
     code = _forward(
         rows.data_ptr(),
         type_code(rows, "rows"),
@@ -51,8 +51,8 @@ def _combine_cpu(rows: Tensor, index: Tensor, ids: Tensor, probs: Tensor | None,
 def _backward_cpu(dout: Tensor, rows: Tensor, index: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     dout, rows, index = dense_last(dout), dense_last(rows), index.contiguous()
     probs = None if probs is None else probs.contiguous()
-    drows = torch.empty(rows.shape, dtype=rows.dtype)
-    dprobs = torch.empty(0 if probs is None else index.shape)
+    drows = rows.new_empty(rows.shape)
+    dprobs = rows.new_empty(0 if probs is None else index.shape, dtype=torch.float32)
     code = _gradient(
         dout.data_ptr(),
         type_code(dout, "dout"),

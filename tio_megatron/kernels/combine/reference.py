@@ -17,7 +17,7 @@ from tio_megatron.kernels.exact import leaf_dot
 
 def weighted(rows: Tensor, index: Tensor, probs: Tensor | None) -> Tensor:
     """fp32 ``[T, k, H]``: each choice's row times its probability, rounded once; choices that are not here are undefined."""
-    value = rows.float()[index.clamp_min(0)] if rows.shape[0] else torch.zeros(*index.shape, rows.shape[1])
+    value = rows.float()[index.clamp_min(0)] if rows.shape[0] else torch.zeros(*index.shape, rows.shape[1], dtype=torch.float32)
     return value if probs is None else value * probs.unsqueeze(-1)
 
 
@@ -25,12 +25,12 @@ def combine(rows: Tensor, index: Tensor, ids: Tensor, probs: Tensor | None, *, e
     """``[F, T, H]`` fp32, a node without a term -0."""
     tokens, top_k = index.shape
     width = next_power_of_two(experts)
-    leaves = torch.full((width, tokens, rows.shape[1]), ABSENT)
+    leaves = torch.full((width, tokens, rows.shape[1]), ABSENT, dtype=torch.float32)
     value = weighted(rows, index, probs)
     for j in range(top_k):
         here = (index[:, j] >= 0).nonzero().squeeze(1)
         leaves[ids[here, j], here] = value[here, j]
-    out = torch.empty(len(nodes), tokens, rows.shape[1])
+    out = torch.empty(len(nodes), tokens, rows.shape[1], dtype=torch.float32)
     for f, node in enumerate(nodes):
         part = leaves[node.start : node.stop]
         while part.shape[0] > 1:
@@ -44,7 +44,7 @@ def combine_backward(dout: Tensor, rows: Tensor, index: Tensor, probs: Tensor | 
     tokens, top_k = index.shape
     d = dout.float()
     drows = torch.zeros_like(rows)
-    dprobs = None if probs is None else torch.zeros(tokens, top_k)
+    dprobs = None if probs is None else torch.zeros(tokens, top_k, dtype=torch.float32)
     for j in range(top_k):
         here = (index[:, j] >= 0).nonzero().squeeze(1)
         if here.numel() == 0:

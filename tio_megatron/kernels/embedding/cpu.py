@@ -14,14 +14,14 @@ _gradient = bind("tio_embedding_backward", pointer, integer, size, pointer, size
 
 def _embedding_cpu(ids: Tensor, w: Tensor, first_row: int) -> Tensor:
     ids, w = ids.contiguous(), dense_last(w)
-    out = torch.empty(*ids.shape, w.shape[1], dtype=w.dtype)
+    out = w.new_empty(*ids.shape, w.shape[1])
     _forward(ids.data_ptr(), ids.numel(), w.data_ptr(), w.element_size(), w.stride(0), *w.shape, first_row, out.data_ptr(), threads())
     return out
 
 
 def _embedding_backward_cpu(dout: Tensor, ids: Tensor, rows: int, first_row: int) -> Tensor:
     h = dout.shape[-1]
-    dout, ids, dw = dout.contiguous(), ids.contiguous(), torch.empty(rows, h)
+    dout, ids, dw = dout.contiguous(), ids.contiguous(), dout.new_empty(rows, h, dtype=torch.float32)
     _gradient(dout.data_ptr(), type_code(dout, "dout"), h, ids.data_ptr(), ids.numel(), rows, h, first_row, dw.data_ptr(), threads())
     return dw
 

@@ -16,7 +16,7 @@ def embedding(ids: Tensor, w: Tensor, first_row: int = 0) -> Tensor:
 
 def embedding_backward(dout: Tensor, ids: Tensor, rows: int, first_row: int = 0) -> Tensor:
     """``dw[rows, H]`` fp32: from +0, the tokens' gradients added one after another."""
-    dw = torch.zeros(rows, dout.shape[-1])
+    dw = torch.zeros(rows, dout.shape[-1], dtype=torch.float32)
     for token, d in zip((ids.reshape(-1) - first_row).tolist(), dout.reshape(-1, dout.shape[-1]).float(), strict=True):
         if 0 <= token < rows:
             dw[token] += d

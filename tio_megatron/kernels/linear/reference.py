@@ -31,7 +31,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 def chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """One chain: ``[M, k]`` and ``[N, k]`` to ``[M, N]``, from +0, ascending."""
-    total = torch.zeros(a.shape[0], b.shape[0])
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32)
     for k in range(a.shape[1]):
         total = fma(a[:, k, None], b[None, :, k], total)
     return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from tio_megatron.contract import VocabOrder
@@ -19,7 +18,7 @@ _gradient = bind("tio_logprob_backward", pointer, pointer, size, pointer, pointe
 
 
 def _vocab_max_cpu(logits: Tensor, true_cols: int) -> Tensor:
-    logits, top = dense_last(logits), torch.empty(logits.shape[0])
+    logits, top = dense_last(logits), logits.new_empty(logits.shape[0])
     _max(logits.data_ptr(), logits.stride(0), logits.shape[0], true_cols, top.data_ptr(), threads())
     return top
 
@@ -28,7 +27,7 @@ def _vocab_sumexp_cpu(logits: Tensor, top: Tensor, vocab: int, runs: int, block:
     order = VocabOrder(vocab, runs, block)
     nodes = order.frontier(lo, hi)
     logits, top = dense_last(logits), top.contiguous()
-    out = torch.empty(len(nodes), logits.shape[0])
+    out = logits.new_empty(len(nodes), logits.shape[0])
     starts, sizes = (ctypes.c_int64 * len(nodes))(*(n.start for n in nodes)), (ctypes.c_int64 * len(nodes))(*(n.size for n in nodes))
     columns, tree = max(0, min(hi, vocab) - lo), (block, order.blocks_per_run, order.stride, runs)
     _sumexp(logits.data_ptr(), logits.stride(0), logits.shape[0], columns, top.data_ptr(), lo, *tree, starts, sizes, len(nodes), out.data_ptr(), threads())
@@ -37,21 +36,21 @@ def _vocab_sumexp_cpu(logits: Tensor, top: Tensor, vocab: int, runs: int, block:
 
 def _log_softmax_cpu(logits: Tensor, vocab: int, runs: int, block: int) -> Tensor:
     order = VocabOrder(vocab, runs, block)
-    logits, y = dense_last(logits), torch.empty(logits.shape[0], vocab)
+    logits, y = dense_last(logits), logits.new_empty(logits.shape[0], vocab)
     tree = (block, order.blocks_per_run, order.stride, runs)
     _log_softmax(logits.data_ptr(), logits.stride(0), logits.shape[0], vocab, *tree, y.data_ptr(), threads())
     return y
 
 
 def _gather_cpu(x: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    x, top, total, y = x.contiguous(), top.contiguous(), total.contiguous(), torch.empty(x.shape)
+    x, top, total, y = x.contiguous(), top.contiguous(), total.contiguous(), x.new_empty(x.shape)
     _gather(x.data_ptr(), top.data_ptr(), total.data_ptr(), y.data_ptr(), x.numel())
     return y
 
 
 def _logprob_backward_cpu(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, target: Tensor, true_cols: int) -> Tensor:
     logits, d, top, total, target = dense_last(logits), d.contiguous(), top.contiguous(), total.contiguous(), target.contiguous()
-    out = torch.empty(logits.shape)
+    out = logits.new_empty(logits.shape)
     _gradient(
         d.data_ptr(),
         logits.data_ptr(),

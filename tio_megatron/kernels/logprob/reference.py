@@ -17,14 +17,14 @@ from tio_megatron.kernels.math import reference as m
 def vocab_max(logits: Tensor, true_cols: int) -> Tensor:
     """Largest of the first ``true_cols`` columns, NaN not counted (-inf when nothing is left); a zero is +0."""
     if true_cols == 0:
-        return torch.full(logits.shape[:1], float("-inf"))
+        return torch.full(logits.shape[:1], float("-inf"), dtype=torch.float32)
     true = logits[:, :true_cols]
     return torch.where(true.isnan(), float("-inf"), true).amax(-1) + 0.0
 
 
 def vocab_sumexp(logits: Tensor, top: Tensor, order: VocabOrder, lo: int, hi: int) -> Tensor:
     """``[F, T]``: the nodes of the rank that holds the vocabulary's rows ``[lo, hi)``; columns past the true vocabulary are never read."""
-    leaves = torch.full((order.tree.leaves, logits.shape[0]), ABSENT)
+    leaves = torch.full((order.tree.leaves, logits.shape[0]), ABSENT, dtype=torch.float32)
     for start in range(lo, min(hi, order.vocab), order.block):
         stop = min(start + order.block, order.vocab)
         leaves[order.leaf(start)] = chain_sum(m.exp(logits[:, start - lo : stop - lo] - top.unsqueeze(-1)))
@@ -34,7 +34,7 @@ def vocab_sumexp(logits: Tensor, top: Tensor, order: VocabOrder, lo: int, hi: in
         while part.shape[0] > 1:
             part = part[0::2] + part[1::2]
         out.append(part[0])
-    return torch.stack(out) if out else torch.empty(0, logits.shape[0])
+    return torch.stack(out) if out else torch.empty(0, logits.shape[0], dtype=torch.float32)
 
 
 def gather_logprob(x: Tensor, top: Tensor, total: Tensor) -> Tensor:

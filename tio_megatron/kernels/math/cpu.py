@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tio_megatron.kernels.library import bind, integer, operator, pointer, size, threads
@@ -13,19 +12,19 @@ _tree_add = bind("tio_tree_add", pointer, size, size, pointer, integer)
 
 
 def _exp_cpu(x: Tensor) -> Tensor:
-    x, y = x.contiguous(), torch.empty(x.shape)
+    x, y = x.contiguous(), x.new_empty(x.shape)
     _exp(x.data_ptr(), y.data_ptr(), x.numel(), threads())
     return y
 
 
 def _log_cpu(x: Tensor) -> Tensor:
-    x, y = x.contiguous(), torch.empty(x.shape)
+    x, y = x.contiguous(), x.new_empty(x.shape)
     _log(x.data_ptr(), y.data_ptr(), x.numel(), threads())
     return y
 
 
 def _tree_add_cpu(parts: Tensor) -> Tensor:
-    parts, y = parts.contiguous(), torch.empty(parts.shape[1:])
+    parts, y = parts.contiguous(), parts.new_empty(parts.shape[1:])
     _tree_add(parts.data_ptr(), parts.shape[0], y.numel(), y.data_ptr(), threads())
     return y
 

@@ -13,7 +13,7 @@ _gradient = bind("tio_rms_norm_backward", pointer, pointer, pointer, pointer, in
 
 
 def _rms_norm_cpu(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     x, count, layout = rows_of(x)
     w = w.contiguous()
     _forward(x.data_ptr(), layout, None, None, None, type_code(x, "x"), count, x.shape[-1], w.data_ptr(), type_code(w, "w"), eps, y.data_ptr(), threads())
@@ -21,7 +21,7 @@ def _rms_norm_cpu(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def _add_rms_norm_cpu(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    y, total = x.new_empty(x.shape), x.new_empty(x.shape)
     x, count, layout = rows_of(x)
     residual, _, residual_layout = rows_of(residual)
     w = w.contiguous()
@@ -45,7 +45,7 @@ def _add_rms_norm_cpu(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tup
 
 
 def _rms_norm_backward_cpu(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[-1])
+    dx, dw = x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
     dy, _, dy_layout = rows_of(dy)
     x, count, layout = rows_of(x)
     w = w.contiguous()

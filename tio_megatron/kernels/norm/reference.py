@@ -15,8 +15,8 @@ from tio_megatron.kernels.exact import chain_dot, leaf_dot, sqrt
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """``1 / sqrt(mean(x^2) + eps)`` over the last axis, kept as an axis of 1."""
     f = x.float()
-    mean = leaf_dot(f, f) / torch.tensor(float(x.shape[-1]))
-    return (1.0 / sqrt(mean + torch.tensor(eps))).unsqueeze(-1)
+    mean = leaf_dot(f, f) / torch.tensor(float(x.shape[-1]), dtype=torch.float32)
+    return (1.0 / sqrt(mean + torch.tensor(eps, dtype=torch.float32))).unsqueeze(-1)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -39,10 +39,10 @@ def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Ten
     f, d = x.float(), dy.float()
     inv = inverse_rms(x, eps)
     g = d * w.float()
-    k = ((leaf_dot(g, f).unsqueeze(-1) / torch.tensor(float(x.shape[-1]))) * inv) * inv
+    k = ((leaf_dot(g, f).unsqueeze(-1) / torch.tensor(float(x.shape[-1]), dtype=torch.float32)) * inv) * inv
     dx = ((g - f * k) * inv).to(x.dtype)
     h = x.shape[-1]
     rows = (f * inv).reshape(-1, h)
     if rows.shape[0] == 0:
-        return dx, torch.zeros(h)
+        return dx, torch.zeros(h, dtype=torch.float32)
     return dx, leaf_dot(d.reshape(-1, h).t(), rows.t(), chain_dot)

@@ -12,7 +12,7 @@ _rope = bind("tio_rope", pointer, pointer, integer, size, size, size, pointer, p
 
 
 def _rope_cpu(x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     if not y.numel():
         return y
     x, _, layout = rows_of(x)

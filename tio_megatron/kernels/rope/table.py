@@ -34,11 +34,11 @@ def rope_table(positions: int, dim: int, base: float) -> Tensor:
         raise ValueError(f"rope_table: base must be above 1, got {base}")
     if not 1 <= positions <= MAX_POSITIONS:
         raise ValueError(f"rope_table: positions must be between 1 and {MAX_POSITIONS}, got {positions}")
-    frequency = torch.tensor(inverse_frequencies(dim, base), dtype=torch.float64)
-    table = torch.empty(positions, dim, dtype=torch.float32)  # vLLM builds its models under another default dtype
+    frequency = torch.tensor(inverse_frequencies(dim, base), dtype=torch.float64, device="cpu")
+    table = torch.empty(positions, dim, dtype=torch.float32, device="cpu")  # vLLM builds its models under another default dtype
     for start in range(0, positions, 4096):
         stop = min(positions, start + 4096)
-        angle = torch.arange(start, stop, dtype=torch.float64).unsqueeze(1) * frequency
+        angle = torch.arange(start, stop, dtype=torch.float64, device="cpu").unsqueeze(1) * frequency
         cos, sin = cos_sin(angle)
         table[start:stop, : dim // 2] = cos.float()
         table[start:stop, dim // 2 :] = sin.float()

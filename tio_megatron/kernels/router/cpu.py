@@ -14,21 +14,21 @@ _gradient = bind("tio_route_backward", pointer, pointer, pointer, size, size, si
 
 
 def _scores_cpu(logits: Tensor) -> Tensor:
-    logits, p = logits.contiguous(), torch.empty(logits.shape)
+    logits, p = logits.contiguous(), logits.new_empty(logits.shape)
     _scores(logits.data_ptr(), *logits.shape, p.data_ptr(), threads())
     return p
 
 
 def _route_cpu(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
-    ids, probs = torch.empty(logits.shape[0], top_k, dtype=torch.int64), torch.empty(logits.shape[0], top_k)
+    ids, probs = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64), logits.new_empty(logits.shape[0], top_k)
     _route(logits.data_ptr(), *logits.shape, top_k, normalise, ids.data_ptr(), probs.data_ptr(), threads())
     return ids, probs
 
 
 def _route_backward_cpu(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool) -> Tensor:
     dprobs, logits, ids = dprobs.contiguous(), logits.contiguous(), ids.contiguous()
-    dlogits = torch.empty(logits.shape)
+    dlogits = logits.new_empty(logits.shape)
     found = _gradient(dprobs.data_ptr(), logits.data_ptr(), ids.data_ptr(), *logits.shape, ids.shape[1], normalise, dlogits.data_ptr(), threads())
     require(not found, "route_backward", f"ids reach outside the {logits.shape[1]} experts")
     return dlogits

@@ -14,20 +14,20 @@ _swiglu_gradient = bind("tio_swiglu_backward", pointer, pointer, integer, pointe
 
 
 def _silu_cpu(x: Tensor) -> Tensor:
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    x, y = x.contiguous(), x.new_empty(x.shape)
     _silu(x.data_ptr(), type_code(x, "x"), y.data_ptr(), x.numel(), threads())
     return y
 
 
 def _silu_backward_cpu(dy: Tensor, x: Tensor) -> Tensor:
-    dy, x, dx = dy.contiguous(), x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    dy, x, dx = dy.contiguous(), x.contiguous(), x.new_empty(x.shape)
     _silu_gradient(dy.data_ptr(), x.data_ptr(), type_code(x, "x"), dx.data_ptr(), x.numel(), threads())
     return dx
 
 
 def _swiglu_cpu(gate_up: Tensor) -> Tensor:
     x, n = gate_up.contiguous(), gate_up.shape[-1] // 2
-    y = torch.empty(*x.shape[:-1], n, dtype=x.dtype)
+    y = x.new_empty(*x.shape[:-1], n)
     if y.numel():
         _swiglu(x.data_ptr(), type_code(x, "gate_up"), y.data_ptr(), y.numel() // n, n, threads())
     return y
@@ -35,7 +35,7 @@ def _swiglu_cpu(gate_up: Tensor) -> Tensor:
 
 def _swiglu_backward_cpu(dy: Tensor, gate_up: Tensor) -> Tensor:
     dy, x = dy.contiguous(), gate_up.contiguous()
-    n, dx = x.shape[-1] // 2, torch.empty(x.shape, dtype=x.dtype)
+    n, dx = x.shape[-1] // 2, x.new_empty(x.shape)
     if dy.numel():
         _swiglu_gradient(dy.data_ptr(), x.data_ptr(), type_code(x, "gate_up"), dx.data_ptr(), dy.numel() // n, n, threads())
     return dx
