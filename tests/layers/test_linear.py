@@ -1,5 +1,7 @@
 """Column- and row-parallel products: any cut gives the bytes of one rank, forward and input gradient; gradients reach the sink in fp32."""
 
+from functools import cache, partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,13 +28,17 @@ def gate_up_shard(w, ranks, rank):
     return torch.cat([shard(gate, 0, ranks, rank), shard(up, 0, ranks, rank)])
 
 
+def cut_columns(t, dim, ranks, rank, gated):
+    return gate_up_shard(t.transpose(0, dim), ranks, rank).transpose(0, dim).contiguous() if gated else shard(t, dim, ranks, rank)
+
+
 def column(rank, ranks, dtype, sp, gated):
     x, w, dy = values(dtype)
-    cut = (lambda t, dim: gate_up_shard(t.transpose(0, dim), ranks, rank).transpose(0, dim)) if gated else (lambda t, dim: shard(t, dim, ranks, rank))
+    cut = partial(cut_columns, ranks=ranks, rank=rank, gated=gated)
     x = (shard(x, 0, ranks, rank) if sp else x).requires_grad_()
     w = cut(w, 0).requires_grad_()
     y = column_parallel(x, w, group=dist.group.WORLD, sequence_parallel=sp, dgrad_leaves=LEAVES // ranks, gated=gated)
-    y.backward(cut(dy, 2).contiguous())
+    y.backward(cut(dy, 2))
     return y.detach(), x.grad, w.grad
 
 
@@ -47,27 +53,41 @@ def row(rank, ranks, dtype, sp, _):
     return y.detach(), x.grad, w.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+WORK = {
+    f"{name} {str(dtype).removeprefix('torch.')}": (work, dtype, gated)
+    for name, work, gated in (("column", column, False), ("gated column", column, True), ("row", row, False))
+    for dtype in (torch.bfloat16, torch.float32)
+}
+
+
+@cache
+def results(ranks):
+    """By rank: (work, sequence parallel) -> output, input gradient, weight gradient; one start for all."""
+
+    def everything(rank):
+        return {(name, sp): work(rank, ranks, dtype, sp, gated) for name, (work, dtype, gated) in WORK.items() for sp in (False, True)}
+
+    return run_ranks(ranks, everything)
+
+
 @pytest.mark.parametrize("ranks, sp", [(2, False), (2, True), (4, False), (4, True)])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_column(gated, ranks, sp, dtype):
-    (y, dx, dw), parts = run_ranks(1, column, 1, dtype, False, gated)[0], run_ranks(ranks, column, ranks, dtype, sp, gated)
-    for rank, (y_part, dx_part, dw_part) in enumerate(parts):
-        cut = (
-            (lambda t, dim, r=rank: gate_up_shard(t.transpose(0, dim), ranks, r).transpose(0, dim))
-            if gated
-            else (lambda t, dim, r=rank: shard(t, dim, ranks, r))
-        )
+@pytest.mark.parametrize("name", [name for name in WORK if "column" in name])
+def test_column(name, ranks, sp):
+    y, dx, dw = results(1)[0][name, False]
+    for rank, parts in enumerate(results(ranks)):
+        y_part, dx_part, dw_part = parts[name, sp]
+        cut = partial(cut_columns, ranks=ranks, rank=rank, gated="gated" in name)
         assert_same_bytes(cut(y, 2), y_part, "output")
         assert_same_bytes(shard(dx, 0, ranks, rank) if sp else dx, dx_part, "input gradient")
         assert_same_bytes(cut(dw, 0), dw_part, "weight gradient")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("ranks, sp", [(2, False), (2, True), (4, False), (4, True)])
-def test_row(ranks, sp, dtype):
-    (y, dx, dw), parts = run_ranks(1, row, 1, dtype, False, None)[0], run_ranks(ranks, row, ranks, dtype, sp, None)
-    for rank, (y_part, dx_part, dw_part) in enumerate(parts):
+@pytest.mark.parametrize("name", [name for name in WORK if "row" in name])
+def test_row(name, ranks, sp):
+    y, dx, dw = results(1)[0][name, False]
+    for rank, parts in enumerate(results(ranks)):
+        y_part, dx_part, dw_part = parts[name, sp]
         assert_same_bytes(shard(y, 0, ranks, rank) if sp else y, y_part, "output")
         assert_same_bytes(shard(dx, 2, ranks, rank), dx_part, "input gradient")
         assert_same_bytes(shard(dw, 1, ranks, rank), dw_part, "weight gradient")

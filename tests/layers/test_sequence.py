@@ -71,15 +71,13 @@ def test_positions_restart_in_each_sequence():
     assert packed_positions(starts((2, 0, 3)), 7).tolist() == [0, 1, 0, 1, 2, 0, 1]
 
 
-def test_rope_of_a_pack_is_that_of_each_sequence_and_undoes_itself():
+def test_rope_of_a_pack_is_that_of_each_sequence():
     table = rope_table(130, D, 1e6)
     parts = [part[0] for part in sequences(torch.float32)]
-    packed = torch.cat(parts).requires_grad_()
+    packed = torch.cat(parts)
     out = rope(packed, table, starts())
     assert_same_bytes([rope(part[:, None], table)[:, 0] for part in parts], list(out.split(LENGTHS)))
-    assert_same_bytes(parts[0][0], out[0].detach(), "position 0 is not rotated")
-    out.backward(out.detach())
-    assert (packed.grad - packed).abs().max() < 1e-5
+    assert_same_bytes(parts[0][0], out[0], "position 0 is not rotated")
 
 
 def test_a_table_that_is_too_short_is_refused():

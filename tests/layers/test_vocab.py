@@ -1,5 +1,7 @@
 """Cut over the vocabulary: any padding and any number of ranks give the bytes of one rank, and padding rows may hold NaN."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_embeddin
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
 
 V, H, S, B = 700, 32, 8, 3
+DTYPES = (torch.bfloat16, torch.float32)
 ORDER = Contract().vocab_order(V)
 CUTS = [(1, 700), (1, 768), (1, 1024), (2, 384), (2, 512), (4, 256), (4, 384)]
 """Ranks and rows of each: what Megatron pads to for TP 1, 2 and 4, and more."""
@@ -38,14 +41,26 @@ def embed(rank, ranks, rows, sp, dtype):
     return y.detach(), own.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@cache
+def results(ranks):
+    """By rank, one start for all: (rows, sequence parallel, dtype) -> embedding and its gradient; rows -> scores and gradients."""
+
+    def everything(rank):
+        embedded = {(n, sp, dtype): embed(rank, ranks, n, sp, dtype) for r, n in CUTS if r == ranks for sp in (False, True) for dtype in DTYPES}
+        return embedded, {n: score(rank, ranks, n) for r, n in CUTS if r == ranks}
+
+    return run_ranks(ranks, everything)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("ranks, rows, sp", [(ranks, rows, sp) for ranks, rows in CUTS for sp in (False, True) if ranks > 1])
 def test_embedding_is_moved(ranks, rows, sp, dtype):
     weight, ids, _, _ = values()
     expected = weight.to(dtype)[ids]
-    (alone, dw) = run_ranks(1, embed, 1, V, False, dtype)[0]
+    alone, dw = results(1)[0][0][V, False, dtype]
     assert_same_bytes(expected, alone, "-0 stays -0")
-    for rank, (y, dw_part) in enumerate(run_ranks(ranks, embed, ranks, rows, sp, dtype)):
+    for rank, (embedded, _) in enumerate(results(ranks)):
+        y, dw_part = embedded[rows, sp, dtype]
         assert_same_bytes(expected.chunk(ranks)[rank] if sp else expected, y, f"rank {rank}")
         true = dw[rank * rows : min(V, (rank + 1) * rows)]
         assert_same_bytes(true, dw_part[: len(true)], "gradient")
@@ -65,14 +80,15 @@ def score(rank, ranks, rows):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(1, score, 1, V)[0]
+    return results(1)[0][1][V]
 
 
 @pytest.mark.parametrize("ranks, rows", CUTS)
 def test_logprob(ranks, rows, alone):
     logprob, all_rows, dx, dw = alone
     assert_same_bytes(all_rows.gather(-1, values()[1][..., None])[..., 0], logprob, "a target's entry of its row")
-    for rank, (got, got_rows, got_dx, got_dw) in enumerate(run_ranks(ranks, score, ranks, rows)):
+    for rank, (_, scores) in enumerate(results(ranks)):
+        got, got_rows, got_dx, got_dw = scores[rows]
         assert_same_bytes(logprob, got, f"rank {rank}")
         assert_same_bytes(all_rows, got_rows, f"rows of rank {rank}")
         true = dw[rank * rows : min(V, (rank + 1) * rows)]

@@ -24,7 +24,7 @@ class Setup:
     """How a tiny model is run.
 
     ``ordered``: under the contract, else stock. ``padding``: what the vocabulary's padding rows hold (stock counts them, so give it 0.0).
-    ``fields``: further fields of ``TransformerConfig``.
+    ``fields``: further fields of ``TransformerConfig``. All models of one process must have the same vocabulary.
     """
 
     path: Path
@@ -42,12 +42,23 @@ class Setup:
 
 def on_ranks(setup: Setup, work: Callable[[Any, Setup], Any], *, timeout: float = 120.0) -> list[Any]:
     """What ``work(model, setup)`` returns on each rank, the model built and loaded there."""
+    return [results[0] for results in on_ranks_each([setup], work, timeout=timeout)]
 
-    def rank_main(rank: int) -> Any:
-        with running(setup), Checkpoint(setup.path) as checkpoint:
-            return work(build(setup, checkpoint), setup)
 
-    return run_ranks(setup.ranks, rank_main, timeout=timeout)
+def on_ranks_each(setups: Sequence[Setup], work: Callable[[Any, Setup], Any], *, timeout: float = 300.0) -> list[list[Any]]:
+    """For each rank what ``work(model, setup)`` returns for each of ``setups``, which differ in nothing but the model: one start for all."""
+    first = setups[0]
+    assert all(replace(setup, path=first.path) == first for setup in setups)
+
+    def rank_main(rank: int) -> list[Any]:
+        found = []
+        with running(first):
+            for setup in setups:
+                with Checkpoint(setup.path) as checkpoint:
+                    found.append(work(build(setup, checkpoint), setup))
+        return found
+
+    return run_ranks(first.ranks, rank_main, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,11 @@ def row_parallel(x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: G
     return _Row.apply(x, weight, group, sequence_parallel, leaves)
 
 
+def partial_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
+    """fp32 for a sum that other ranks complete; one rank alone holds the root and may round at once."""
+    return dtype if size(group) == 1 else torch.float32
+
+
 def reduce_partial(partial: torch.Tensor, group: Group, sequence_parallel: bool, dtype: torch.dtype) -> torch.Tensor:
     """Joins fp32 partial sums ``[S, ...]`` of the ranks by the tree and rounds once; under sequence parallelism keeps this rank's slice."""
     if size(group) == 1:
@@ -110,11 +115,9 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = None
-        dy = dy.to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            rows, columns = (_by_leaf(dy, -1, ctx.leaves), _by_leaf(weight, 0, ctx.leaves)) if ctx.gated else (dy, weight)
-            rows = rows.reshape(-1, rows.shape[-1])
-            partial = kernel.matmul(rows, columns.t(), leaves=ctx.leaves, out_dtype=torch.float32)
+            rows = dy.reshape(-1, dy.shape[-1])
+            partial = kernel.matmul(rows, weight.t(), leaves=ctx.leaves, paired=ctx.gated, out_dtype=partial_dtype(ctx.group, x.dtype))
             dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
             dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel))
@@ -126,9 +129,8 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        if size(group) == 1:
-            return kernel.linear(x, weight, leaves=leaves, out_dtype=x.dtype)
-        return reduce_partial(kernel.linear(x, weight, leaves=leaves, out_dtype=torch.float32), group, sequence_parallel, x.dtype)
+        partial = kernel.linear(x, weight, leaves=leaves, out_dtype=partial_dtype(group, x.dtype))
+        return reduce_partial(partial, group, sequence_parallel, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -141,9 +143,3 @@ class _Row(torch.autograd.Function):
             dw = weight_grad(weight, dy, x)
         return dx, dw, None, None, None
 
-
-def _by_leaf(t: torch.Tensor, dim: int, leaves: int) -> torch.Tensor:
-    """Reorders ``[gate; up]`` along ``dim`` into gate leaf 0, up leaf 0, gate leaf 1, ..."""
-    dim %= t.dim()
-    length = t.shape[dim]
-    return t.unflatten(dim, (2, leaves, length // (2 * leaves))).transpose(dim, dim + 1).flatten(dim, dim + 2)

@@ -236,7 +236,6 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = None
-        dy = dy.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             partial = _over_runs(dy.reshape(-1, dy.shape[-1]), weight, ctx.shard)
             dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)

@@ -40,13 +40,15 @@ MOE: dict[str, Any] = DENSE | {
 }
 
 
-def write_tiny(path: Path, config: dict[str, Any] = DENSE, seed: int = 0, **fields: Any) -> Path:
+def write_tiny(path: Path, config: dict[str, Any] = DENSE, seed: int = 0, gain: float = 2.0, embedding_std: float = 1.0, **fields: Any) -> Path:
     """Write a checkpoint of ``config`` with ``fields`` replaced: normal weights of a size that keeps activations near 1, norms near 1.
 
     Args:
         path: folder to make.
         config: :data:`DENSE`, :data:`MOE` or a dictionary like them.
         seed: of the weights.
+        gain: size of the matrices, 1.0 keeps a unit input at unit size.
+        embedding_std: size of the embedding; where it is tied to the head, that of the logits too.
         fields: of ``config.json``.
     """
     chosen = config | fields
@@ -59,8 +61,8 @@ def write_tiny(path: Path, config: dict[str, Any] = DENSE, seed: int = 0, **fiel
             values = torch.randn(spec.shape, generator=generator)
             if len(spec.shape) == 1:
                 values = 1 + values / 10
-            elif "embed" not in name:
-                values = values * (2.0 / spec.shape[-1] ** 0.5)
+            else:
+                values = values * (embedding_std if "embed" in name else gain / spec.shape[-1] ** 0.5)
             yield name, values.to(dtype)
 
     write_checkpoint(path, chosen, tensors())

@@ -1,11 +1,10 @@
 """Dense Qwen3 on stock megatron-core: the bytes of log-probabilities in every layout are those of one rank; stock's differ."""
 
-from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import torch
-from tiny_megatron import Setup, last_stage, losses, on_ranks
+from tiny_megatron import Setup, losses, on_ranks, on_ranks_each
 
 from tio_megatron import collectives
 from tio_megatron.contract import Contract, Cuts, Layout
@@ -14,91 +13,97 @@ from tio_megatron.kernels import linear as products
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 from tio_megatron.testing.qwen3 import DENSE, ragged, write_tiny
 
-
-@dataclass(frozen=True)
-class Row:
-    """A layout and a way of feeding it. ``batch`` and ``packed`` are arguments of ``token_logprobs``."""
-
-    layout: Layout
-    feed: dict = field(default_factory=dict)
-    marks: tuple = ()
-
-    def __str__(self):
-        return f"{self.layout} " + " ".join(f"{key}={value}" for key, value in self.feed.items())
-
-
-FULL = (pytest.mark.full,)
-ROWS = [
-    Row(Layout(), dict(batch=1)),
-    Row(Layout(), dict(packed=True)),
-    Row(Layout(tp=2)),
-    Row(Layout(tp=2, sp=True), dict(packed=True)),
-    Row(Layout(tp=4), dict(batch=1), FULL),
-    Row(Layout(tp=4, sp=True), dict(batch=2)),
-    Row(Layout(tp=4, sp=True), dict(packed=True), FULL),
-    Row(Layout(pp=2), dict(batch=1)),
-    Row(Layout(pp=2), dict(batch=2, packed=True), FULL),
-    Row(Layout(tp=2, pp=2, sp=True), dict(batch=2)),
-    Row(Layout(tp=2, pp=2, sp=True), dict(batch=2, packed=True), FULL),
-    Row(Layout(tp=2, dp=2), dict(), FULL),
-]
+FEEDS = {"together": dict(), "alone": dict(batch=1), "in pairs": dict(batch=2), "packed": dict(packed=True), "packed in pairs": dict(batch=2, packed=True)}
 KINDS = {
     "bf16": dict(),
     "fp32": dict(torch_dtype="float32"),
     "bf16 tied": dict(tie_word_embeddings=True),
     "fp32 tied": dict(torch_dtype="float32", tie_word_embeddings=True),
-    "bf16, 2 key/value heads": dict(num_key_value_heads=2),
+    "bf16 2 groups": dict(num_key_value_heads=2),
 }
-IN_CI = {"bf16", "fp32", "bf16 tied"}
+CI_KINDS = ["bf16", "fp32", "bf16 tied"]
+ROWS = {
+    Layout(): ["alone", "packed"],
+    Layout(tp=2): ["together"],
+    Layout(tp=2, sp=True): ["packed"],
+    Layout(tp=4): ["in pairs"],
+    Layout(tp=4, sp=True): ["together"],
+    Layout(pp=2): ["alone"],
+    Layout(tp=2, pp=2, sp=True): ["packed in pairs"],
+}
+"""Layouts, and how each is fed in CI."""
+FULL_LAYOUTS = [*ROWS, Layout(tp=2, dp=2)]
 SEQUENCES = ragged()
 WANTED = [[0, 63, 64, 169], [0], [64], []]
-
-
-def parameters(rows=ROWS):
-    for kind in KINDS:
-        for row in rows:
-            marks = row.marks if kind in IN_CI and (kind != "bf16 tied" or row.layout.tp == 4 or row.layout.pp > 1) else FULL
-            yield pytest.param(kind, row, id=f"{kind}-{row}", marks=marks)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    return cache(lambda kind: write_tiny(root / kind.replace("/", " "), DENSE, **KINDS[kind]))
+    return cache(lambda kind: write_tiny(root / kind, DENSE, **KINDS[kind]))
 
 
-def score(model, setup, feed):
-    scores = token_logprobs(model, SEQUENCES, rows=WANTED, **feed)
-    return None if scores is None else (scores.logprobs, scores.rows)
+def scored(folder, layout, kinds, feeds, contract=None):
+    """By rank of the last stage: kind and feed -> log-probabilities and the distributions at some positions."""
 
+    def work(model, _):
+        found = {}
+        for feed in feeds:
+            scores = token_logprobs(model, SEQUENCES, rows=WANTED, **FEEDS[feed])
+            found[feed] = None if scores is None else (scores.logprobs, scores.rows)
+        return found
 
-def scored(path, row, contract=None):
-    setup = Setup(path, row.layout, contract=contract or Contract())
-    return last_stage(on_ranks(setup, lambda model, _: score(model, _, row.feed)))
+    setups = [Setup(folder(kind), layout, contract=contract or Contract()) for kind in kinds]
+    ranks = [dict(zip(kinds, results, strict=True)) for results in on_ranks_each(setups, work)]
+    return [results for results in ranks if results[kinds[0]][feeds[0]] is not None]
 
 
 @pytest.fixture(scope="session")
 def expected(folder):
-    return cache(lambda kind: scored(folder(kind), Row(Layout()))[0])
+    """One rank, all sequences in one batch."""
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            kinds = CI_KINDS if kind in CI_KINDS else list(KINDS)
+            found.update({kind: feeds["together"] for kind, feeds in scored(folder, Layout(), kinds, ["together"])[0].items()})
+        return found[kind]
+
+    return of
 
 
-@pytest.mark.parametrize("kind, row", list(parameters()))
-def test_same_bytes_as_one_rank(kind, row, folder, expected):
-    for rank, got in enumerate(scored(folder(kind), row)):
-        assert_same_bytes(expected(kind), got, f"{row}, rank {rank}")
-    assert not any(values.isnan().any() for part in expected(kind) for values in part)
+def compare(folder, expected, layout, kinds, feeds):
+    for rank, results in enumerate(scored(folder, layout, kinds, feeds)):
+        for kind in kinds:
+            for feed in feeds:
+                assert_same_bytes(expected(kind), results[kind][feed], f"{layout}, {kind}, {feed}, rank {rank}")
 
 
-@pytest.mark.parametrize("kind, row", list(parameters([row for row in ROWS if row.layout.tp > 1 and row.layout.dp == 1])))
-def test_a_planted_order_is_caught_on_the_same_row(kind, row, folder, expected, monkeypatch):
+@pytest.mark.parametrize("layout", ROWS, ids=str)
+def test_same_bytes_as_one_rank(layout, folder, expected):
+    assert not any(values.isnan().any() for kind in CI_KINDS for part in expected(kind) for values in part)
+    compare(folder, expected, layout, CI_KINDS, ROWS[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", FULL_LAYOUTS, ids=str)
+def test_same_bytes_as_one_rank_for_every_kind_and_feed(layout, folder, expected):
+    compare(folder, expected, layout, list(KINDS), list(FEEDS))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in ROWS if layout.tp > 1], ids=str)
+def test_a_planted_order_is_caught_on_the_same_row(layout, folder, expected, monkeypatch):
     """TP 4: partial sums added rank after rank. TP 2, where two terms commute: one leaf per rank instead of the contract's."""
-    if row.layout.tp > 2:
+    if layout.tp > 2:
         monkeypatch.setattr(collectives, "all_reduce", rank_after_rank)
         monkeypatch.setattr(collectives, "reduce_scatter", rank_after_rank_scattered)
     else:
         product = products.linear
         monkeypatch.setattr(products, "linear", lambda x, w, *, leaves, out_dtype=None: product(x, w, leaves=1, out_dtype=out_dtype))
-    assert first_mismatch(expected(kind), scored(folder(kind), row)[0]) is not None
+    (feed,) = ROWS[layout]
+    got = scored(folder, layout, CI_KINDS, [feed])[0]
+    for kind in CI_KINDS:
+        assert first_mismatch(expected(kind), got[kind][feed]) is not None, kind
 
 
 def rank_after_rank(x, group, *, out_dtype=None):
@@ -117,18 +122,26 @@ def rank_after_rank_scattered(x, group, *, splits=None, out_dtype=None):
 TOKENS = torch.randint(700, (2, 161), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(tp=4, sp=True), Layout(tp=2, pp=2, sp=True)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_stock_differs_and_ours_does_not_through_the_loss(dtype, layout, tmp_path):
-    """The stock control: the same model, tokens and loss, unpatched. A vocabulary of 1024 pads alike everywhere, so only sums can differ."""
-    path = write_tiny(tmp_path / "model", DENSE, torch_dtype=dtype, vocab_size=1024)
+@pytest.fixture(scope="module")
+def through_the_loss(tmp_path_factory):
+    """Losses per token in bf16 and fp32. A vocabulary of 1024 pads alike everywhere, so that only sums can differ in stock."""
+    root = tmp_path_factory.mktemp("control")
+    paths = [write_tiny(root / dtype, DENSE, torch_dtype=dtype, vocab_size=1024) for dtype in ("bfloat16", "float32")]
 
+    @cache
     def run(layout, ordered):
-        setup = Setup(path, layout, ordered=ordered, padding=0.0)
-        return last_stage(on_ranks(setup, lambda model, _: losses(model, [TOKENS])))[0]
+        setups = [Setup(path, layout, ordered=ordered, padding=0.0) for path in paths]
+        return next(found for found in on_ranks_each(setups, lambda model, _: losses(model, [TOKENS])) if found[0] is not None)
 
-    assert_same_bytes(run(Layout(), True), run(layout, True))
-    assert first_mismatch(run(Layout(), False), run(layout, False)) is not None
+    return run
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(tp=4, sp=True), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_stock_differs_and_ours_does_not_through_the_loss(layout, through_the_loss):
+    """The stock control: the same models, tokens and loss, unpatched."""
+    assert_same_bytes(through_the_loss(Layout(), True), through_the_loss(layout, True))
+    for one, other in zip(through_the_loss(Layout(), False), through_the_loss(layout, False), strict=True):
+        assert first_mismatch(one, other) is not None
 
 
 def test_the_loss_is_minus_the_score(folder, expected):
@@ -139,25 +152,17 @@ def test_the_loss_is_minus_the_score(folder, expected):
 
 def test_other_cuts_are_another_order(folder, expected):
     """The contract decides: fewer leaves give other bytes on one rank."""
-    assert first_mismatch(expected("fp32"), scored(folder("fp32"), Row(Layout()), Contract(cuts=Cuts.uniform(1)))[0]) is not None
+    assert first_mismatch(expected("fp32"), scored(folder, Layout(), ["fp32"], ["together"], Contract(cuts=Cuts.uniform(1)))[0]["fp32"]["together"]) is not None
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4, sp=True)], ids=str)
-def test_temperature_divides_the_logits(layout, folder):
+def test_temperature_divides_the_logits(folder):
     def run(model, _):
-        return [token_logprobs(model, SEQUENCES[:1], temperature=t, rows=[[5]]) for t in (1.0, 0.7)]
+        scores = [token_logprobs(model, SEQUENCES[2:3], temperature=t, rows=[[5]]) for t in (1.0, 0.7)]
+        return [(score.logprobs, score.rows) for score in scores]
 
-    one = on_ranks(Setup(folder("fp32")), run)[0]
-    assert_same_bytes([s.logprobs for s in one], [s.logprobs for s in on_ranks(Setup(folder("fp32"), layout), run)[-1]])
-    assert_same_bytes([s.rows for s in one], [s.rows for s in on_ranks(Setup(folder("fp32"), layout), run)[0]])
-    assert first_mismatch(one[0].logprobs, one[1].logprobs) is not None
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True)], ids=str)
-def test_padding_and_neighbours_do_not_move_a_sequence(layout, folder, expected):
-    """Row 0 scored alone, beside others, and before a NaN-free tail of padding: the same bytes."""
-    alone = last_stage(on_ranks(Setup(folder("bf16"), layout), lambda model, _: token_logprobs(model, SEQUENCES[2:3]).logprobs))[0]
-    assert_same_bytes(alone[0], expected("bf16")[0][2])
+    one, other = (on_ranks(Setup(folder("fp32"), layout), run)[-1] for layout in (Layout(), Layout(tp=4, sp=True)))
+    assert_same_bytes(one, other)
+    assert first_mismatch(*one) is not None
 
 
 WRONG = [([], {}), ([[]], {}), ([[1, 700]], {}), ([[1]], dict(rows=[[1]])), ([[1, 2]], dict(temperature=0.0))]
