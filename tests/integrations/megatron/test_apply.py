@@ -56,6 +56,11 @@ def test_cpu_device_restores_every_symbol():
     assert "cuda" not in vars(torch.Tensor)
 
 
+def test_the_cpu_device_comes_first():
+    with tio.apply(), pytest.raises(RuntimeError, match="enable the device first"):
+        cpu_device.enable()
+
+
 def test_applying_twice_is_harmless_and_the_outer_block_decides():
     before = symbols(all_patches())
     with tio.apply(vocab_size=700):

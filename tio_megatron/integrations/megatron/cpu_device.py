@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.registry import Installed, Patch, install
 
 CPU = torch.device("cpu")
@@ -47,12 +48,14 @@ def enable() -> None:
     """Let megatron-core run on this CPU. Harmless when called again.
 
     Raises:
-        RuntimeError: a CUDA device is present, which this module would hide.
+        RuntimeError: a CUDA device is present, which this module would hide; or a contract is applied already.
         MovedSymbolError: another version of megatron-core is installed.
     """
     global _installed
     if _installed is not None:
         return
+    if state.session() is not None:
+        raise RuntimeError("cpu_device: a contract is applied already, and these patches would lie on top of its own; enable the device first")
     if torch.cuda.is_available():
         raise RuntimeError("cpu_device: a CUDA device is present; hide it (CUDA_VISIBLE_DEVICES=) before asking megatron-core to run on the CPU")
     _installed = install(_patches())

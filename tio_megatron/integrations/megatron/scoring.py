@@ -35,6 +35,8 @@ class _Batch:
     """One forward pass: the model's input, and where each sequence lies in it."""
 
     tokens: torch.Tensor
+    targets: torch.Tensor
+    """The next token of the same sequence; 0 behind the last."""
     places: list[tuple[int, int, int]]
     """Per sequence: its row, its first column and its number of tokens."""
     packed: PackedSeqParams | None = None
@@ -84,13 +86,16 @@ def token_logprobs(
 
     def collect(output: torch.Tensor, item: _Batch) -> None:
         shard = _shard(inner, output)
-        for row, start, length in item.places:
-            index = len(scores.logprobs)
-            own = at_temperature(output[row, start : start + length], temperature)
-            group = inner.tp_group if shard.ranks > 1 else None
-            scores.logprobs.append(vocab_logprob(own[:-1], ids[index][1:], shard, group=group))
-            if rows is not None:
-                scores.rows.append(vocab_logprob_rows(own[torch.tensor(wanted[index], dtype=torch.int64)], shard, group=group))
+        group = inner.tp_group if shard.ranks > 1 else None
+        output = at_temperature(output, temperature)
+        logprobs = vocab_logprob(output, item.targets, shard, group=group)
+        first = len(scores.logprobs)
+        scores.logprobs += [logprobs[row, start : start + length - 1].clone() for row, start, length in item.places]
+        if rows is not None:
+            asked = wanted[first : first + len(item.places)]
+            places = [(row, start + p) for (row, start, _), positions in zip(item.places, asked, strict=True) for p in positions]
+            at = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+            scores.rows += vocab_logprob_rows(output[at[:, 0], at[:, 1]], shard, group=group).split([len(positions) for positions in asked])
 
     training = model.training
     model.eval()
@@ -144,15 +149,16 @@ def _batches(ids: list[torch.Tensor], batch: int, packed: bool, multiple: int, a
     for group, length in zip(groups, lengths, strict=True):
         length = -(-length // multiple) * multiple
         count = 1 if packed else (batch if alike else len(group))
-        tokens = torch.zeros(count, length, dtype=torch.int64)
+        tokens, targets = torch.zeros(2, count, length, dtype=torch.int64)
         places = []
         start = 0
         for row, sequence in enumerate(group):
             place = (0, start, len(sequence)) if packed else (row, 0, len(sequence))
             tokens[place[0], place[1] : place[1] + place[2]] = sequence
+            targets[place[0], place[1] : place[1] + place[2] - 1] = sequence[1:]
             places.append(place)
             start += len(sequence)
-        yield _Batch(tokens, places, _packing([length for _, _, length in places], length) if packed else None)
+        yield _Batch(tokens, targets, places, _packing([length for _, _, length in places], length) if packed else None)
 
 
 def _packing(lengths: list[int], total: int) -> PackedSeqParams:
