@@ -85,6 +85,7 @@ def _tiny(options: Options, contract: Contract, texts: Sequence[str]) -> Stage:
     folder = options.cache / f"tiny-{key}"
     tokenizer = corpus.train_tokenizer(texts, config.shape.vocab)
     stream = corpus.encode(tokenizer, texts)
+    asked, longest = _prompts(options, config, tokenizer, stream)
     start = None
     if not (folder / "config.json").is_file():
         start = options.cache / f"tiny-random-{makers.config_key(raw, corpus.corpus_key(texts), options.seed)}"
@@ -93,19 +94,18 @@ def _tiny(options: Options, contract: Contract, texts: Sequence[str]) -> Stage:
             files = corpus.save_tokenizer(tokenizer, options.cache / f".tokenizer-{key}")
             makers.make_random(start, raw, options.seed, tuple(files))
             shutil.rmtree(options.cache / f".tokenizer-{key}", ignore_errors=True)
-    asked, longest = _prompts(options, config, tokenizer, stream)
     return Stage("tiny", folder, config, asked, options.rounds, options.train, longest, start, stream if start else None)
 
 
 def _slice(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequence[str], *, name: str, rounds: int, train: bool) -> Stage:
     config = CheckpointConfig.from_dict(raw)
     check(options, contract, config)
+    stream = np.random.default_rng(options.seed).integers(0, config.shape.vocab, 10_000, dtype=np.int32)
+    asked, longest = _prompts(options, config, None, stream)
     folder = options.cache / f"slice-{makers.config_key(raw, options.seed)}"
     if not (folder / "config.json").is_file():
         require_room(options.cache, 2 * bytes_of(config))
         makers.make_random(folder, raw, options.seed)
-    stream = np.random.default_rng(options.seed).integers(0, config.shape.vocab, 10_000, dtype=np.int32)
-    asked, longest = _prompts(options, config, None, stream)
     return Stage(name, folder, config, asked, rounds, train, longest)
 
 

