@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tio_megatron.kernels import library
 from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear, grouped_wgrad, reference
 from tio_megatron.kernels.linear import linear
-from tio_megatron.testing import assert_same_bytes, first_mismatch, poison
+from tio_megatron.testing import assert_same_bytes, first_mismatch
 
 EXPERTS, N, K = 6, 40, 96
 OFFSETS = torch.tensor([0, 3, 3, 16, 17, 17, 30])
@@ -17,12 +16,6 @@ def case(dtype=torch.float32, n=N, k=K, seed=0):
     x = torch.randn(30, k, generator=generator).to(dtype)
     w = torch.randn(EXPERTS, n, k, generator=generator).to(dtype)
     return x, w
-
-
-@pytest.fixture(params=library.supported_isas())
-def isa(request):
-    with library.using_isa(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -107,13 +100,12 @@ def test_no_row_anywhere():
     assert_same_bytes(grouped_wgrad(torch.ones(0, N), torch.ones(0, K), offsets), torch.zeros(EXPERTS, N, K))
 
 
-def test_nan_stays_in_its_row_and_buffers_are_poisoned():
+def test_nan_stays_in_its_row():
     x, w = case()
     want = grouped_linear(x, w, OFFSETS, leaves=4)
     x[7, 3] = torch.nan
-    with poison():
-        got = grouped_linear(x, w, OFFSETS, leaves=4)
-        dw = grouped_wgrad(got, x, OFFSETS)
+    got = grouped_linear(x, w, OFFSETS, leaves=4)
+    dw = grouped_wgrad(got, x, OFFSETS)
     assert got[7].isnan().all()
     assert_same_bytes(torch.cat([got[:7], got[8:]]), torch.cat([want[:7], want[8:]]))
     assert dw[2].isnan().any() and not dw[[0, 1, 3, 4, 5]].isnan().any()
@@ -128,6 +120,7 @@ def test_packed_experts_update_in_their_memory():
     packed.update_(w[0], expert=2)
     w[2] = w[0]
     assert_same_bytes(packed.unpack(), w)
+    assert_same_bytes(packed.unpack(out=torch.empty_like(w)), w)
     assert packed.packed.data_ptr() == address
     assert packed.shape == (EXPERTS, N, K) and packed.dtype == torch.bfloat16 and packed.nbytes == EXPERTS * 64 * K * 2
 

@@ -8,7 +8,7 @@ constexpr int kRows = W == 16 ? 12 : 6;
 constexpr int64_t kCached = 256 << 10;
 
 // How far ahead of the arithmetic a weight is fetched. A panel follows another in memory, so this also fetches the next one.
-constexpr int kAhead = 6 << 10;
+constexpr int kAhead = 8 << 10;
 
 // Lanes c to c + W of both halves of a panel's row.
 TIO_INLINE void load_pair(const float* row, int c, F& low, F& high) {

@@ -62,9 +62,18 @@ class PackedExperts:
             pack_into(self.packed[i], w.detach())
         return self
 
-    def unpack(self) -> torch.Tensor:
-        """The weights ``[E, N, K]`` again (for digests and checkpoints)."""
-        return torch.stack([unpack_from(one, self.shape[1]) for one in self.packed])
+    def unpack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The weights ``[E, N, K]`` again, bit for bit (for digests, checkpoints and partial updates); written to ``out`` where given.
+
+        Raises:
+            ValueError: ``out`` does not fit.
+        """
+        out = torch.empty(self.shape, dtype=self.dtype) if out is None else out
+        if out.shape != self.shape:
+            raise ValueError(f"packed experts: {tuple(out.shape)} cannot take {tuple(self.shape)}")
+        for packed, w in zip(self.packed, out, strict=True):
+            unpack_from(packed, w)
+        return out
 
 
 def _grouped_packed_cpu(x: torch.Tensor, packed: torch.Tensor, n: int, offsets: torch.Tensor, leaves: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +95,7 @@ def _grouped_wgrad_cpu(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor)
     bounds = _bounds(offsets, x)
     dy, x = dy.contiguous(), x.contiguous()
     experts, n, k = len(bounds) - 1, dy.shape[1], x.shape[1]
-    dw = torch.empty(experts, n, k)
+    dw = torch.empty(experts, n, k, dtype=torch.float32)
     if n and k:
         left, right = (dy.data_ptr(), TYPES[dy.dtype], n), (x.data_ptr(), TYPES[x.dtype], k)
         _wgrad(*left, *right, experts, (ctypes.c_int64 * (experts + 1))(*bounds), n, k, dw.data_ptr(), threads())

@@ -54,10 +54,16 @@ def pack_into(packed: torch.Tensor, w: torch.Tensor) -> None:
     _pack(w.data_ptr(), type_code(w, "weight"), *w.stride(), n, k, packed.data_ptr(), threads())
 
 
-def unpack_from(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """The inverse of :func:`pack_into`: ``[N, K]``."""
-    w = torch.empty(n, packed.shape[1], dtype=packed.dtype)
-    _unpack(packed.data_ptr(), type_code(packed, "weight"), n, packed.shape[1], w.data_ptr(), w.stride(0), threads())
+def unpack_from(packed: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack_into`, into ``w[N, K]``.
+
+    Raises:
+        ValueError: ``w`` has another shape or dtype, or its terms are not contiguous.
+    """
+    n, k = w.shape
+    if k != packed.shape[1] or -(-n // PANEL) != packed.shape[0] or w.dtype != packed.dtype or w.stride(1) != 1:
+        raise ValueError(f"packed weight: {w.dtype} {tuple(w.shape)} with strides {w.stride()} cannot take panels {tuple(packed.shape)} of {packed.dtype}")
+    _unpack(packed.data_ptr(), type_code(packed, "weight"), n, k, w.data_ptr(), w.stride(0), threads())
     return w
 
 
@@ -111,9 +117,13 @@ class PackedWeight:
         pack_into(self.packed, w.detach())
         return self
 
-    def unpack(self) -> torch.Tensor:
-        """The weight ``[N, K]`` again (for digests and checkpoints)."""
-        return unpack_from(self.packed, self.shape[0])
+    def unpack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The weight ``[N, K]`` again, bit for bit (for digests, checkpoints and partial updates); written to ``out`` where given.
+
+        Raises:
+            ValueError: ``out`` does not fit.
+        """
+        return unpack_from(self.packed, torch.empty(self.shape, dtype=self.dtype) if out is None else out)
 
 
 def _linear_packed_cpu(x: torch.Tensor, packed: torch.Tensor, n: int, leaves: int, out_dtype: torch.dtype) -> torch.Tensor:
