@@ -6,7 +6,10 @@ import moe_models as models
 import moe_world as world
 import pytest
 from moe_models import Row
+from tiny_megatron import build, running
 
+from tio_megatron.checkpoint import Checkpoint
+from tio_megatron.integrations.megatron import token_logprobs
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
 
 ROWS = [
@@ -50,3 +53,22 @@ def test_every_layout_gives_the_log_probabilities_of_one_rank(row):
     assert_same_bytes(models.joined(results, "ours"), expected, str(row))
     for name in plants:
         assert first_mismatch(models.joined(results, name), expected) is not None, f"{row} does not notice {name}"
+
+
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, ep=2, pp=2)], ids=str)
+def test_scoring_sends_no_padding_to_an_expert(row):
+    """Sequences of very different lengths in one batch: each layer routes exactly their tokens, on every pipeline stage."""
+
+    def work(rank):
+        setup = row.setup()
+        with running(setup), Checkpoint(setup.path) as checkpoint:
+            model = build(setup, checkpoint)
+            routed = []
+            for layer in model.decoder.layers:
+                layer.mlp.router.register_forward_hook(lambda module, args, out: routed.append(int((out[1] >= 0).all(1).sum())))
+            token_logprobs(model, models.SEQUENCES)
+            return routed
+
+    results = run_ranks(row.world, work, timeout=120)
+    layers = sum(len(routed) for routed in results) // row.tp
+    assert sum(map(sum, results)) == layers * sum(map(len, models.SEQUENCES))
