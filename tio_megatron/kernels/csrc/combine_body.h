@@ -63,5 +63,5 @@ struct RowProducts {
 template <class D, class T>
 TIO_FN void row_products(const D* const* d, const T* const* row, int count, int64_t H, float* parts, float* sums) {
   RowProducts<D, T> source{d, row, {}, {}};
-  leaf_sums(source, count, H, parts, sums);
+  row_sums(source, count, H, parts, sums);
 }

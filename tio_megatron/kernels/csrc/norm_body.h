@@ -34,7 +34,7 @@ struct GradientSource {
 template <class T>
 TIO_INLINE void inverse_rms(const T* const* x, int rows, int64_t H, float eps, float* parts, float* inverse) {
   SquareSource<T> source{x, {}};
-  leaf_sums(source, rows, H, parts, inverse);
+  row_sums(source, rows, H, parts, inverse);
   for (int r = 0; r < rows; r += W) {
     const int n = rows - r < W ? rows - r : W;
     store(inverse + r, set1(1.0f) / sqrt(load(inverse + r, n) / set1(float(H)) + set1(eps)), n);
@@ -68,7 +68,7 @@ TIO_FN void norm_rows_backward(const T* const* dy, const T* const* x, int rows, 
   float products[kTileRows];
   inverse_rms(x, rows, H, eps, parts, inverse);
   GradientSource<T> source{dy, x, w, {}, {}, {}};
-  leaf_sums(source, rows, H, parts, products);
+  row_sums(source, rows, H, parts, products);
   for (int r = 0; r < rows; r++) {
     const F inv = set1(inverse[r]), factor = set1(((products[r] / float(H)) * inverse[r]) * inverse[r]);
     for (int64_t k = 0; k < H; k += W) {
