@@ -21,6 +21,9 @@ from tio_megatron.testing import assert_same_bytes
 LENGTHS = (1, 5, 64, 65, 150, 300)
 """Prompt lengths: one token, around a block of 64 keys, several chunks of 96."""
 
+_ALIVE: list[Any] = []
+"""Every engine: when one whose core lives in this process is collected, it takes the process groups of all others with it."""
+
 
 @dataclass
 class Scored:
@@ -72,7 +75,11 @@ class Engine:
             enable_prefix_caching=False,
             num_gpu_blocks_override=48,
         )
+        from vllm import envs
+
         was_active = plugin.is_active()
+        # Every engine freezes the environment for its process.
+        envs.disable_envs_cache()
         with pytest.MonkeyPatch.context() as patch:
             if on == "argument":
                 chosen = engine_options(contract, **common | options)
@@ -87,10 +94,13 @@ class Engine:
                 plugin.deactivate()
             try:
                 llm = LLM(**chosen)
+                _ALIVE.append(llm)
                 yield cls(llm, folder, contract)
-                if chosen.get("distributed_executor_backend") == "mp":
-                    # Only the workers: ending an engine core that lives in this process takes the groups of every other engine with it.
-                    llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+                core = llm.llm_engine.engine_core
+                if not hasattr(core, "engine_core"):
+                    core.shutdown()
+                elif chosen.get("distributed_executor_backend") == "mp":
+                    core.engine_core.model_executor.shutdown()
             finally:
                 if was_active:
                     plugin.activate(contract)
@@ -135,6 +145,9 @@ class Engine:
 
     def drawn(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
         """The tokens that vLLM's sampler draws from the teacher's logits."""
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
         generator, whole = torch.Generator().manual_seed(seed), list(prompt)
         for _ in range(tokens):
             draw = torch.randint(0, 2**31, (1,), generator=generator)
