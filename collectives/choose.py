@@ -13,7 +13,7 @@ from tio_megatron.collectives import plan, wire
 SWITCH_BYTES = 2 << 20
 """Up to this many bytes of input ``auto`` takes ``doubling``, above it ``scatter``; measured over gloo by ``benchmarks/collectives.py``."""
 
-_CHECK_BYTES = 1024
+_CHECK_BYTES = 4096
 
 
 def switch_bytes() -> int:
@@ -104,7 +104,7 @@ def check_agreement(what: str, group: wire.Group, same: dict[str, Any], to: list
     if os.environ.get("TIO_COLLECTIVE_CHECK", "") in ("", "0"):
         return
     rank, size = wire.place(group)
-    described = {"what": what, **{key: str(value) for key, value in same.items()}}
+    described = {"what": what, **{key: _words(value) for key, value in same.items()}}
     text = json.dumps([described, to, source]).encode()
     if len(text) > _CHECK_BYTES:
         raise ValueError(f"TIO_COLLECTIVE_CHECK: the description of {what} over {size} ranks has {len(text)} bytes, {_CHECK_BYTES} fit; switch the check off")
@@ -120,3 +120,7 @@ def check_agreement(what: str, group: wire.Group, same: dict[str, Any], to: list
         for b in range(size):
             if heard[a][1] is not None and heard[a][1][b] != heard[b][2][a]:
                 raise ValueError(f"{what}: rank {a} sends {heard[a][1][b]} rows to rank {b}, which expects {heard[b][2][a]}")
+
+
+def _words(value: Any) -> str:
+    return f"({', '.join(map(_words, value))})" if isinstance(value, tuple | list) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -73,7 +74,9 @@ def explain(
     plans = [plan.make(chosen, plan.rank_order(size), size, rank, True, out == torch.float32) for rank in range(size)]
     lengths = cut(elements, size) if plans[0].cut else [elements]
     sent = [p.sent(lengths, out.itemsize) for p in plans]
-    why = f" (auto: up to {_size(switch_bytes())} doubling, above scatter)" if schedule == "auto" else ""
+    why = ""
+    if schedule == "auto":
+        why = " (TIO_COLLECTIVE_SCHEDULE)" if os.environ.get("TIO_COLLECTIVE_SCHEDULE") else f" (auto: up to {_size(switch_bytes())} doubling, above scatter)"
     rounded = "" if out == torch.float32 else f", rounded once to {_name(out)} at the root"
     lines = [
         f"all_reduce of {list(shape)} float32 ({_size(4 * elements)} a rank) over {size} {'rank' if size == 1 else 'ranks'}",

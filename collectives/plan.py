@@ -83,11 +83,13 @@ def _siblings(left: Node, right: Node) -> bool:
     return left.size == right.size and left.stop == right.start and left.start % (2 * left.size) == 0
 
 
+@lru_cache(maxsize=64)
 def rank_order(size: int) -> Owned:
     """One leaf per rank: the plain all-reduce over ``size`` ranks."""
     return tuple((Node(rank, 1),) for rank in range(size))
 
 
+@lru_cache(maxsize=1024)
 def check_owned(owned: Owned, leaves: int) -> None:
     """Refuse nodes that overlap, that hold no leaf, or that leave a leaf out.
 

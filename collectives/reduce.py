@@ -88,7 +88,7 @@ def all_reduce_nodes(
     shape = x.shape[1:]
     schedule = schedule_for(schedule, 4 * shape.numel())
     if size > 1:
-        check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": _names(owned), "out_dtype": dtype, "schedule": schedule})
+        check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": owned, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(shape, dtype=dtype, device=x.device)
         _run(schedule, owned, tree.leaves, x.reshape(x.shape[0], shape.numel()), result.view(-1), None, group)
@@ -167,10 +167,6 @@ def _owned(what: str, x: torch.Tensor, spans: Sequence[Sequence[Node]], tree: Re
     return owned, rank, size
 
 
-def _names(owned: plan.Owned) -> str:
-    return " | ".join(" ".join(map(str, nodes)) for nodes in owned)
-
-
 def _splits(what: str, shape: torch.Size, splits: Sequence[int] | None, size: int) -> list[int]:
     if not shape:
         raise ValueError(f"{what}: needs an axis of rows to scatter, got a scalar")
@@ -188,7 +184,7 @@ def _reduce_scatter(
     rank, _ = wire.place(group)
     schedule = schedule_for(schedule, 0, scattered=True)
     row = x.shape[2:]
-    check_agreement(what, group, {"shape": tuple(x.shape[1:]), "spans": _names(owned), "splits": counts, "out_dtype": dtype, "schedule": schedule})
+    check_agreement(what, group, {"shape": tuple(x.shape[1:]), "spans": owned, "splits": counts, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty((counts[rank], *row), dtype=dtype, device=x.device)
         _run(schedule, owned, leaves, x.reshape(x.shape[0], x.shape[1:].numel()), result.view(-1), [count * row.numel() for count in counts], group)

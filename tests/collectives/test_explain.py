@@ -32,6 +32,11 @@ def test_words():
     assert "piece 3 (((((((4+5)+6)+7)+0)+1)+2)+3), ..." in collectives.explain(8, [4])
 
 
+def test_a_forced_schedule_is_said(monkeypatch):
+    monkeypatch.setenv("TIO_COLLECTIVE_SCHEDULE", "ring")
+    assert "schedule: ring (TIO_COLLECTIVE_SCHEDULE)" in collectives.explain(4, [4])
+
+
 def test_the_page_shows_what_is_printed():
     page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
     assert collectives.explain(4, [512, 2048], schedule="ring") in page
