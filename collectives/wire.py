@@ -136,8 +136,8 @@ def _counts(messages: Sequence[Message], size: int) -> list[int]:
 def _one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One flat view of all, if each starts where the one before ends."""
     tensors = [t for t in tensors if t.numel()]
-    if not tensors:
-        return None
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
     first, total = tensors[0], 0
     for t in tensors:
         if t.data_ptr() != first.data_ptr() + total * first.element_size() or t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
