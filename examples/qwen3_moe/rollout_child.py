@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -105,5 +104,11 @@ def update(weights: str) -> dict[str, Any]:
     return {"digests": _engine.collective_rpc("tio_digests")[0]}
 
 
+def finish() -> None:
+    """Let vLLM end its own processes."""
+    if _engine is not None:
+        _engine.llm_engine.engine_core.shutdown()
+
+
 if __name__ == "__main__":
-    sys.exit(serve({"start": start, "generate": generate, "update": update}))
+    serve({"start": start, "generate": generate, "update": update}, finish)
