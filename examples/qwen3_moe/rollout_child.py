@@ -23,8 +23,7 @@ def start(
     """Start the engine; ``contract`` None is stock vLLM. Answers with what the engine says about its contract."""
     global _engine, _contract
     _contract = Contract.from_json(contract) if contract is not None else None
-    if tp == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler in this process; only the ranks of TP are further ones
     began = time.monotonic()
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -107,7 +106,8 @@ def update(weights: str) -> dict[str, Any]:
 def finish() -> None:
     """Let vLLM end its own processes."""
     if _engine is not None:
-        _engine.llm_engine.engine_core.shutdown()
+        core = _engine.llm_engine.engine_core
+        core.engine_core.model_executor.shutdown()
 
 
 if __name__ == "__main__":
