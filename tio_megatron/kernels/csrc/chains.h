@@ -49,13 +49,20 @@ template <class Products>
 TIO_INLINE F product_chains(const Products& products, int length) {
   F sum = zero(), a[W], b[W];
   int k = 0;
-  for (; k < length; k += W) {
-    const int n = length - k < W ? length - k : W;
+  for (; k + W <= length; k += W) {
 #pragma GCC unroll 16
-    for (int i = 0; i < W; i++) products.pair(i, k, n, a[i], b[i]);
+    for (int i = 0; i < W; i++) products.pair(i, k, a[i], b[i]);
     transpose(a);
     transpose(b);
-    for (int i = 0; i < n; i++) sum = fma(a[i], b[i], sum);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sum = fma(a[i], b[i], sum);
+  }
+  if (k < length) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) products.pair(i, k, a[i], b[i], length - k);
+    transpose(a);
+    transpose(b);
+    for (int i = 0; i < length - k; i++) sum = fma(a[i], b[i], sum);
   }
   return sum;
 }
