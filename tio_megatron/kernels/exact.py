@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tio_megatron.contract import ReductionTree
 
+CHAIN = 256
+"""Terms of one chain inside a leaf of a product."""
 ROW_CHAIN = 32
 """Terms of one chain in a sum along a row or over rows (norm, gradient of a probability): one long chain errs more than torch does."""
 ROUTER_CHAIN = 8
@@ -62,10 +64,19 @@ def tree_sum(parts: Tensor) -> Tensor:
     return ReductionTree(parts.shape[0]).reduce(list(parts))
 
 
+def leaf_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last axis of ``a * b`` inside one leaf of a product: fma chains of 256 terms, joined by the tree."""
+    return _chained_dot(a, b, CHAIN)
+
+
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum over the last axis of ``a * b``: fma chains of 32 terms from its start, joined by the tree."""
+    """Sum over the last axis of ``a * b`` along a row: fma chains of 32 terms, joined by the tree."""
+    return _chained_dot(a, b, ROW_CHAIN)
+
+
+def _chained_dot(a: Tensor, b: Tensor, chain: int) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)
-    return tree_sum(torch.stack([chain_dot(x, y) for x, y in zip(a.split(ROW_CHAIN, -1), b.split(ROW_CHAIN, -1), strict=True)]))
+    return tree_sum(torch.stack([chain_dot(x, y) for x, y in zip(a.split(chain, -1), b.split(chain, -1), strict=True)]))
 
 
 def chained_sum(x: Tensor, chain: int) -> Tensor:
