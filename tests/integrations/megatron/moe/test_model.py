@@ -1,16 +1,21 @@
 """A whole Qwen3-MoE through stock GPTModel under ``apply()``: the same fp32 log-probabilities in every layout."""
 
+import contextlib
+import functools
 from types import SimpleNamespace
 
 import moe_models as models
 import moe_world as world
 import pytest
+import torch
+from megatron.core import parallel_state
 from moe_models import Row
-from tiny_megatron import build, running
+from tiny_megatron import build, losses, running
 
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.integrations.megatron import token_logprobs
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
+from tio_megatron.testing.qwen3 import ragged
 
 ROWS = [
     Row(tp=2, ep=2),
@@ -53,6 +58,42 @@ def test_every_layout_gives_the_log_probabilities_of_one_rank(row):
     assert_same_bytes(models.joined(results, "ours"), expected, str(row))
     for name in plants:
         assert first_mismatch(models.joined(results, name), expected) is not None, f"{row} does not notice {name}"
+
+
+def gradient_of_embedding(rank, row, plant=contextlib.nullcontext):
+    """(place, gradient of the embedding's output [s, b, H]) of this rank's part of 4 samples of 96 tokens; None off the first stage."""
+    setup = row.setup()
+    samples = torch.tensor(ragged((97,) * 4, seed=3))
+    with running(setup), Checkpoint(setup.path) as checkpoint:
+        model, found = build(setup, checkpoint), []
+        if parallel_state.is_pipeline_first_stage():
+            model.embedding.register_forward_hook(lambda module, args, out: out.register_hook(found.append) and None)
+        mine = samples.chunk(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
+        with plant():
+            losses(model, [mine], backward=True, weight=2.0**-9)
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank() if setup.layout.sp else 0
+        return (place, {"dx": found[0]}) if found else None
+
+
+@functools.cache
+def gradient_alone(k, dtype):
+    return run_ranks(1, gradient_of_embedding, Row(k=k, dtype=dtype), timeout=120)[0][1]["dx"]
+
+
+TRAINED = [row for row in ROWS if not row.inference]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=() if i in (1, 6, 8) else pytest.mark.full) for i, row in enumerate(TRAINED)])
+def test_every_layout_gives_the_gradient_of_the_embedding_of_one_rank(row):
+    """Through every layer: attention, both products, router and dispatch send back the same bytes."""
+    results = [result for result in run_ranks(row.world, gradient_of_embedding, row, timeout=200) if result is not None]
+    assert_same_bytes(world.gather(results, "dx"), gradient_alone(row.k, row.dtype), str(row))
+
+
+@pytest.mark.parametrize("name", ["experts_in_sequence", "shard_as_one_leaf"])
+def test_the_gradient_of_the_embedding_notices(name):
+    planted = run_ranks(1, gradient_of_embedding, Row(), world.PLANTS[name], timeout=120)[0][1]["dx"]
+    assert first_mismatch(planted, gradient_alone(4, "float32")) is not None
 
 
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, ep=2, pp=2)], ids=str)
