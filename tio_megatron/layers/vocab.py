@@ -266,7 +266,7 @@ def _input_grad(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group
         return reduce_partial(tree.reduce(leaves).view(*dy.shape[:-1], -1), group, sequence_parallel, dtype)
     spans = tuple(tree.frontier(*runs) for runs in shard.runs)
     held = tree.partial(lo, leaves)
-    nodes = torch.stack([held[node] for node in spans[shard.rank]]) if leaves else torch.empty(0, len(rows), weight.shape[1])
+    nodes = torch.stack([held[node] for node in spans[shard.rank]]) if leaves else torch.empty(0, len(rows), weight.shape[1], dtype=torch.float32)
     nodes = nodes.view(len(nodes), *dy.shape[:-1], weight.shape[1])
     if sequence_parallel:
         return collectives.reduce_scatter_nodes(nodes, spans, tree, group, out_dtype=dtype)
@@ -275,7 +275,7 @@ def _input_grad(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group
 
 def _run_grad(rows: torch.Tensor, weight: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
     if lo == hi:
-        return torch.full((len(rows), weight.shape[1]), ABSENT)
+        return torch.full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
     return linear_kernel.matmul(rows[:, lo:hi], weight[lo:hi].t(), out_dtype=torch.float32)
 
 
