@@ -84,7 +84,7 @@ bench: setup  ## the benchmarks, against the stock packages
 
 clean:  ## remove what was built and measured; .venv and the wheels stay
 	@rm -rf build dist out ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/package-*
-	find . -path ./$(VENV) -prune -o \( -name __pycache__ -prune -o -name '*.so' \) -print0 | xargs -0 rm -rf
+	find tio_megatron collectives examples tests benchmarks \( -name __pycache__ -o -name "*.so" -o -name "*.built" \) -prune -exec rm -rf {} +
 
 distclean: clean  ## remove .venv too; the wheels stay
 	@$(HELPERS)

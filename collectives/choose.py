@@ -11,9 +11,11 @@ import torch
 from tio_megatron.collectives import plan, wire
 
 SWITCH_BYTES = 2 << 20
-"""Up to this many bytes of input ``auto`` takes ``doubling``, above it ``scatter``; measured over gloo by ``benchmarks/collectives.py``."""
+"""Up to this many bytes of input ``auto`` takes ``doubling``, above it ``scatter``; measured over gloo by ``benchmarks/collectives.py``.
 
-_CHECK_BYTES = 1024
+Two ranks always take ``doubling``: both send the same bytes, and it has one hop less."""
+
+_CHECK_BYTES = 4096
 
 
 def switch_bytes() -> int:
@@ -30,8 +32,8 @@ def switch_bytes() -> int:
     return int(text)
 
 
-def schedule_for(schedule: str, nbytes: int, *, scattered: bool = False) -> str:
-    """Resolve ``auto``; ``scattered`` is a reduce-scatter, which has no ``doubling``.
+def schedule_for(schedule: str, nbytes: int, size: int, *, scattered: bool = False) -> str:
+    """Resolve ``auto`` for ``nbytes`` on each of ``size`` ranks; ``scattered`` is a reduce-scatter, which has no ``doubling``.
 
     Raises:
         ValueError: the schedule is unknown or has no form for this collective.
@@ -43,7 +45,7 @@ def schedule_for(schedule: str, nbytes: int, *, scattered: bool = False) -> str:
             raise ValueError(f"TIO_COLLECTIVE_SCHEDULE={forced!r} is unknown; known are {', '.join(plan.SCHEDULES)}")
         if forced in known:
             return forced
-        return "scatter" if scattered or nbytes > switch_bytes() else "doubling"
+        return "scatter" if scattered or (nbytes > switch_bytes() and size > 2) else "doubling"
     if schedule not in known:
         what = "reduce-scatter" if scattered else "all-reduce"
         raise ValueError(f"{what}: unknown schedule {schedule!r}; these work: auto, {', '.join(known)}")
@@ -103,16 +105,16 @@ def check_agreement(what: str, group: wire.Group, same: dict[str, Any], to: list
     """
     if os.environ.get("TIO_COLLECTIVE_CHECK", "") in ("", "0"):
         return
-    rank, size = wire.place(group)
-    described = {"what": what, **{key: str(value) for key, value in same.items()}}
+    _, size = wire.place(group)
+    described = {"what": what, **{key: _words(value) for key, value in same.items()}}
     text = json.dumps([described, to, source]).encode()
     if len(text) > _CHECK_BYTES:
         raise ValueError(f"TIO_COLLECTIVE_CHECK: the description of {what} over {size} ranks has {len(text)} bytes, {_CHECK_BYTES} fit; switch the check off")
     mine = torch.tensor(list(text.ljust(_CHECK_BYTES)), dtype=torch.uint8, device=wire.device(group))
-    all_of_them = [mine if peer == rank else torch.empty_like(mine) for peer in range(size)]
-    others = [peer for peer in range(size) if peer != rank]
-    wire.exchange([(mine, peer) for peer in others], [(all_of_them[peer], peer) for peer in others], group)
-    heard = [json.loads(bytes(t.tolist())) for t in all_of_them]
+    everybody = torch.empty(size * _CHECK_BYTES, dtype=torch.uint8, device=mine.device)
+    each = [_CHECK_BYTES] * size
+    wire.all_to_all(everybody, each, mine.repeat(size), each, group)
+    heard = [json.loads(bytes(text)) for text in everybody.view(size, _CHECK_BYTES).tolist()]
     wrong = [f"rank {peer}: {heard[peer][0]}" for peer in range(size) if heard[peer][0] != heard[0][0]]
     if wrong:
         raise ValueError(f"{what}: ranks do not agree; rank 0: {heard[0][0]}; " + "; ".join(wrong))
@@ -120,3 +122,7 @@ def check_agreement(what: str, group: wire.Group, same: dict[str, Any], to: list
         for b in range(size):
             if heard[a][1] is not None and heard[a][1][b] != heard[b][2][a]:
                 raise ValueError(f"{what}: rank {a} sends {heard[a][1][b]} rows to rank {b}, which expects {heard[b][2][a]}")
+
+
+def _words(value: Any) -> str:
+    return f"({', '.join(map(_words, value))})" if isinstance(value, tuple | list) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ def bytes_sent(
     >>> bytes_sent(4, 1 << 20, schedule="doubling") == 2 * (4 << 20)
     True
     """
-    schedule = schedule_for(schedule, 4 * elements, scattered=scattered)
+    schedule = schedule_for(schedule, 4 * elements, size, scattered=scattered)
     ranks = range(size) if rank is None else (rank,)
     plans = [plan.make(schedule, plan.rank_order(size), size, r, not scattered, out_dtype == torch.float32) for r in ranks]
     return max(p.sent(cut(elements, size) if p.cut else [elements], out_dtype.itemsize) for p in plans)
@@ -69,18 +70,21 @@ def explain(
         raise ValueError(f"explain: a group has at least one rank, got {size}")
     out = torch.float32 if out_dtype is None else out_dtype
     elements = math.prod(shape)
-    chosen = schedule_for(schedule, 4 * elements)
+    chosen = schedule_for(schedule, 4 * elements, size)
     plans = [plan.make(chosen, plan.rank_order(size), size, rank, True, out == torch.float32) for rank in range(size)]
     lengths = cut(elements, size) if plans[0].cut else [elements]
     sent = [p.sent(lengths, out.itemsize) for p in plans]
-    why = f" (auto: up to {_size(switch_bytes())} doubling, above scatter)" if schedule == "auto" else ""
+    why = ""
+    if schedule == "auto":
+        rule = "two ranks always" if size == 2 else f"up to {_size(switch_bytes())} doubling, above scatter"
+        why = " (TIO_COLLECTIVE_SCHEDULE)" if os.environ.get("TIO_COLLECTIVE_SCHEDULE") else f" (auto: {rule})"
     rounded = "" if out == torch.float32 else f", rounded once to {_name(out)} at the root"
     lines = [
         f"all_reduce of {list(shape)} float32 ({_size(4 * elements)} a rank) over {size} {'rank' if size == 1 else 'ranks'}",
         f"schedule: {chosen}{why}" if size > 1 else "schedule: none, the tensor is returned as it is",
         f"hops: {max(p.hops for p in plans)}",
         f"bytes sent: at most {_size(max(sent))} a rank, {_size(sum(sent))} together",
-        f"scratch: {_size(max(p.slots for p in plans) * max(lengths) * 4)} a rank besides the result",
+        f"scratch: {_size(max(p.scratch(lengths, out.itemsize) for p in plans))} a rank besides the result",
         f"order: {ReductionTree(size)} for every element, by every schedule, at every size{rounded}",
     ]
     if size > 1:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tio_megatron.collectives import wire
+from tio_megatron.collectives import plan, wire
 from tio_megatron.collectives.choose import check_agreement, check_no_grad, check_rows
 
 
 def all_gather(x: torch.Tensor, group: wire.Group, *, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """The rows of all ranks, joined along the first axis in rank order. Sends ``x`` to each of the P-1 others.
+    """The rows of all ranks, joined along the first axis in rank order. Each rank's rows travel P-1 times; where P is not a power of
+    two, P copies of them are packed for that.
 
     Args:
         x: ``[n, ...]``, any dtype; the trailing shape is the same on every rank.
@@ -34,12 +35,12 @@ def all_gather(x: torch.Tensor, group: wire.Group, *, sizes: Sequence[int] | Non
     if size == 1:
         return x
     check_agreement("all_gather", group, {"row": tuple(x.shape[1:]), "dtype": x.dtype, "sizes": counts})
-    x = x.contiguous()
     out = torch.empty((sum(counts), *x.shape[1:]), dtype=x.dtype, device=x.device)
     pieces = torch.split(out, counts)
     pieces[rank].copy_(x)
-    others = _others(rank, size)
-    wire.exchange([(x, to) for to, _ in others], [(pieces[source], source) for _, source in others], group)
+    flat = [piece.view(-1) for piece in pieces]
+    for step in plan.gather_rounds(size, rank):
+        wire.swap([(peer, flat[piece]) for peer, piece, _ in step.sends], [(peer, flat[piece]) for peer, piece, _ in step.recvs], group, x.device)
     return out
 
 
@@ -73,12 +74,9 @@ def all_to_all(x: torch.Tensor, out_splits: Sequence[int] | None, in_splits: Seq
     if size == 1:
         return x
     check_agreement("all_to_all", group, {"row": tuple(x.shape[1:]), "dtype": x.dtype}, to, expected)
-    x = x.contiguous()
     out = torch.empty((sum(expected), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    leaving, arriving = torch.split(x, to), torch.split(out, expected)
-    arriving[rank].copy_(leaving[rank])
-    others = _others(rank, size)
-    wire.exchange([(leaving[peer], peer) for peer, _ in others], [(arriving[source], source) for _, source in others], group)
+    row = x.shape[1:].numel()
+    wire.all_to_all(out.view(-1), [n * row for n in expected], x.contiguous().view(-1), [n * row for n in to], group)
     return out
 
 
@@ -98,8 +96,3 @@ def all_max(x: torch.Tensor, group: wire.Group) -> torch.Tensor:
         raise ValueError(f"all_max: floating point only, got {x.dtype}")
     _, size = wire.place(group)
     return all_gather(x[None], group).amax(dim=0) + 0.0 if size > 1 else x + 0.0
-
-
-def _others(rank: int, size: int) -> list[tuple[int, int]]:
-    """(receiver, sender) of each step; every rank starts with a neighbour, so that no receiver is everybody's first."""
-    return [((rank + step) % size, (rank - step) % size) for step in range(1, size)]

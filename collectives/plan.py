@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tio_megatron.contract import Node, ReductionTree
+from tio_megatron.contract.tree import is_power_of_two
 
 OUT = -1
 
@@ -33,8 +34,12 @@ def given(row: int) -> int:
 @dataclass(frozen=True)
 class Round:
     """One exchange of ``sends`` and ``recvs``, each (peer, piece, place); then ``adds`` of (piece, left, right, sum); then ``copies``,
-    each (piece, place), to OUT."""
+    each (piece, place), to OUT.
 
+    ``how`` they travel: ``swap`` (one all-to-all of all ranks), ``links`` (only between the ranks named), or empty for none.
+    """
+
+    how: str = ""
     sends: tuple[tuple[int, int, int], ...] = ()
     recvs: tuple[tuple[int, int, int], ...] = ()
     adds: tuple[tuple[int, int, int, int], ...] = ()
@@ -45,18 +50,28 @@ class Round:
 class Plan:
     """All rounds of one rank. ``slots`` scratch slots of one piece each; ``cut`` says whether elements are cut in one piece per rank."""
 
+    rank: int
     rounds: tuple[Round, ...]
     slots: int
     cut: bool
 
     @property
     def hops(self) -> int:
-        """Rounds in which this rank sends or receives."""
-        return sum(bool(r.sends or r.recvs) for r in self.rounds)
+        """Rounds in which bytes travel."""
+        return sum(bool(r.how) for r in self.rounds)
 
     def sent(self, lengths: Sequence[int], root_bytes: int) -> int:
-        """Bytes this rank sends for pieces of ``lengths`` elements: 4 each, but ``root_bytes`` for an element of a finished piece."""
-        return sum(lengths[piece] * (root_bytes if place == OUT else 4) for r in self.rounds for _, piece, place in r.sends)
+        """Bytes this rank sends to others for pieces of ``lengths`` elements: 4 each, but ``root_bytes`` for an element of a finished piece."""
+        sends = [send for r in self.rounds for send in r.sends if send[0] != self.rank]
+        return sum(lengths[piece] * (root_bytes if place == OUT else 4) for _, piece, place in sends)
+
+    def scratch(self, lengths: Sequence[int], root_bytes: int) -> int:
+        """Bytes held during the call besides the result: slots, and what a round sends to several ranks, which is packed."""
+        packed = 0
+        for r in self.rounds:
+            if r.how == "swap" and len({send[1:] for send in r.sends}) < len(r.sends):
+                packed = max(packed, sum(lengths[piece] * (root_bytes if place == OUT else 4) for _, piece, place in r.sends))
+        return self.slots * max(lengths) * 4 + packed
 
 
 def folded(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
@@ -83,11 +98,13 @@ def _siblings(left: Node, right: Node) -> bool:
     return left.size == right.size and left.stop == right.start and left.start % (2 * left.size) == 0
 
 
+@lru_cache(maxsize=64)
 def rank_order(size: int) -> Owned:
     """One leaf per rank: the plain all-reduce over ``size`` ranks."""
     return tuple((Node(rank, 1),) for rank in range(size))
 
 
+@lru_cache(maxsize=1024)
 def check_owned(owned: Owned, leaves: int) -> None:
     """Refuse nodes that overlap, that hold no leaf, or that leave a leaf out.
 
@@ -118,6 +135,7 @@ class _Rank:
 
     def take(self) -> int:
         if self.free:
+            self.free.sort(reverse=True)  # lowest first: slots in a row travel without packing
             return self.free.pop()
         self.slots += 1
         return self.slots - 1
@@ -185,13 +203,13 @@ def make(schedule: str, owned: Owned, leaves: int, rank: int, gather: bool, dire
     home = 0 if size == 1 or schedule == "doubling" else rank
     me = _Rank(owned[rank], leaves, home if direct else None)
     if size == 1:
-        return Plan((Round(adds=tuple(me.fold(0)), copies=me.finish(0)),), me.slots, cut=False)
+        return Plan(rank, (Round(adds=tuple(me.fold(0)), copies=me.finish(0)),), me.slots, cut=False)
     if schedule == "doubling":
         return _doubling(me, owned, leaves, rank)
     rounds = _scatter(me, owned, rank) if schedule == "scatter" else _ring(me, owned, leaves, rank)
     if gather:
-        rounds += _gather_direct(size, rank) if schedule == "scatter" else _gather_ring(size, rank)
-    return Plan(tuple(rounds), me.slots, cut=True)
+        rounds += gather_rounds(size, rank) if schedule == "scatter" else _gather_ring(size, rank)
+    return Plan(rank, tuple(rounds), me.slots, cut=True)
 
 
 def _doubling(me: _Rank, owned: Owned, leaves: int, rank: int) -> Plan:
@@ -217,27 +235,47 @@ def _doubling(me: _Rank, owned: Owned, leaves: int, rank: int) -> Plan:
             recvs = me.receive(other + (rank - start) % theirs, 0, nodes if distance == 1 else folded(nodes, leaves))
         last = 2 * distance >= size
         adds = tuple(me.fold(0))
-        rounds.append(Round(tuple(sends), tuple(recvs), adds, me.finish(0) if last else ()))
+        rounds.append(Round("swap", tuple(sends), tuple(recvs), adds, me.finish(0) if last else ()))
         distance *= 2
-    return Plan(tuple(rounds), me.slots, cut=False)
+    return Plan(rank, tuple(rounds), me.slots, cut=False)
 
 
 def _scatter(me: _Rank, owned: Owned, rank: int) -> list[Round]:
-    """Each piece goes straight to its owner, which adds in the tree's order."""
+    """Each piece goes straight to its owner, which adds in the tree's order: one round for the first node of each rank, one for the second...
+
+    A rank sends itself its own piece too: what it sends and what it receives then lie in one run each, and nothing is packed.
+    """
     size = len(owned)
-    sends: list[tuple[int, int, int]] = []
-    recvs: list[tuple[int, int, int]] = []
-    for step in range(1, size):
-        # Every rank starts with its right-hand neighbour, so that no receiver is everybody's first.
-        to, source = (rank + step) % size, (rank - step) % size
-        sends += me.send(to, to)
-        recvs += me.receive(source, rank, owned[source])
-    return [Round(tuple(sends), tuple(recvs), tuple(me.fold(rank)), me.finish(rank))]
+    held = me.held[rank] = {}
+    rounds: list[Round] = []
+    for row in range(max(map(len, owned))):
+        sends = [(peer, peer, given(row)) for peer in range(size)] if row < len(owned[rank]) else []
+        recvs = []
+        for peer in range(size):
+            if row < len(owned[peer]):
+                held[owned[peer][row]] = me.take()
+                recvs.append((peer, rank, held[owned[peer][row]]))
+        rounds.append(Round("swap", tuple(sends), tuple(recvs)))
+    rounds.append(Round(adds=tuple(me.fold(rank)), copies=me.finish(rank)))
+    return rounds
 
 
-def _gather_direct(size: int, rank: int) -> list[Round]:
-    peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
-    return [Round(tuple((to, rank, OUT) for to, _ in peers), tuple((source, source, OUT) for _, source in peers))]
+def gather_rounds(size: int, rank: int) -> list[Round]:
+    """Every rank's piece to every rank, each piece sent P-1 times.
+
+    For P a power of two by doubling: blocks of pieces lie in one run at both ends, so nothing is packed. Else in one round for which each
+    rank packs P copies of its piece.
+    """
+    rounds = []
+    if is_power_of_two(size):
+        for level in range(size.bit_length() - 1):
+            block = 1 << level
+            ours, peer = rank - rank % block, rank ^ block
+            theirs = ours ^ block
+            sends = tuple((peer, piece, OUT) for piece in range(ours, ours + block))
+            rounds.append(Round("swap", sends, tuple((peer, piece, OUT) for piece in range(theirs, theirs + block))))
+        return rounds
+    return [Round("swap", tuple((peer, rank, OUT) for peer in range(size)), tuple((peer, peer, OUT) for peer in range(size)))]
 
 
 def _ring(me: _Rank, owned: Owned, leaves: int, rank: int) -> list[Round]:
@@ -257,10 +295,10 @@ def _ring(me: _Rank, owned: Owned, leaves: int, rank: int) -> list[Round]:
         recvs = me.receive(down, arriving, nodes if step == 0 else folded(nodes, leaves))
         me.drop(leaving)
         adds = tuple(me.fold(arriving))
-        rounds.append(Round(tuple(sends), tuple(recvs), adds, me.finish(arriving) if step == size - 2 else ()))
+        rounds.append(Round("links", tuple(sends), tuple(recvs), adds, me.finish(arriving) if step == size - 2 else ()))
     return rounds
 
 
 def _gather_ring(size: int, rank: int) -> list[Round]:
     up, down = (rank + 1) % size, (rank - 1) % size
-    return [Round(((up, (rank - step) % size, OUT),), ((down, (rank - step - 1) % size, OUT),)) for step in range(size - 1)]
+    return [Round("links", ((up, (rank - step) % size, OUT),), ((down, (rank - step - 1) % size, OUT),)) for step in range(size - 1)]

@@ -2,18 +2,18 @@
 
 ``S`` bytes of input on each of ``P`` ranks. Bytes sent per rank and scratch held during the call, besides the result:
 
-============  =====================================================  =======================
+============  =====================================================  ============================
 schedule      bytes sent                                             scratch
-============  =====================================================  =======================
-``doubling``  ``S ceil(log2 P)`` for P a power of two                ``S``, ``2 S`` from P = 3 on
-``scatter``   ``2 S (P-1) / P``                                      ``S (P-1) / P``
+============  =====================================================  ============================
+``doubling``  ``S log2 P`` for P a power of two                      ``S``, ``2 S`` from P = 3 on
+``scatter``   ``2 S (P-1) / P``                                      ``S``
 ``ring``      ``S (P-1 + N) / P``, N the nodes carried               ``S / P`` per node held
-============  =====================================================  =======================
+============  =====================================================  ============================
 
 Pieces are whole elements, so ``S / P`` is rounded up. For other P ``doubling`` makes an upper half of c ranks serve d lower ones, up to
-``ceil(d / c)`` messages each. A vendor's ring carries N = P-1 nodes over its hops; a fixed order carries more, never above ``2 log2 P`` in
-one hop: N is 1, 3, 5 and 18 at P = 2, 3, 4 and 8 for the busiest rank, and 1, 3, 4 and 6 nodes are held.
-:func:`tio_megatron.collectives.explain` prints the numbers.
+``ceil(d / c)`` messages each, and what goes to several ranks is packed first, by ``scatter`` too. A vendor's ring carries N = P-1 nodes over
+its hops; a fixed order carries more, never above ``2 log2 P`` in one hop: N is 1, 3, 5 and 18 at P = 2, 3, 4 and 8 for the busiest rank, and
+1, 3, 4 and 6 nodes are held. :func:`tio_megatron.collectives.explain` prints the numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_reduce(
     _, size = wire.place(group)
     if size == 1:
         return x.to(dtype) if out is None else out.copy_(x)
-    schedule = schedule_for(schedule, x.nbytes)
+    schedule = schedule_for(schedule, x.nbytes, size)
     check_agreement("all_reduce", group, {"shape": tuple(x.shape), "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
@@ -86,9 +86,9 @@ def all_reduce_nodes(
     if size == 1 and x.shape[0] == 1:
         return x[0].to(dtype)
     shape = x.shape[1:]
-    schedule = schedule_for(schedule, 4 * shape.numel())
+    schedule = schedule_for(schedule, 4 * shape.numel(), size)
     if size > 1:
-        check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": _names(owned), "out_dtype": dtype, "schedule": schedule})
+        check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": owned, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(shape, dtype=dtype, device=x.device)
         _run(schedule, owned, tree.leaves, x.reshape(x.shape[0], shape.numel()), result.view(-1), None, group)
@@ -167,10 +167,6 @@ def _owned(what: str, x: torch.Tensor, spans: Sequence[Sequence[Node]], tree: Re
     return owned, rank, size
 
 
-def _names(owned: plan.Owned) -> str:
-    return " | ".join(" ".join(map(str, nodes)) for nodes in owned)
-
-
 def _splits(what: str, shape: torch.Size, splits: Sequence[int] | None, size: int) -> list[int]:
     if not shape:
         raise ValueError(f"{what}: needs an axis of rows to scatter, got a scalar")
@@ -185,10 +181,10 @@ def _splits(what: str, shape: torch.Size, splits: Sequence[int] | None, size: in
 def _reduce_scatter(
     what: str, x: torch.Tensor, owned: plan.Owned, leaves: int, counts: list[int], dtype: torch.dtype, schedule: str, group: wire.Group
 ) -> torch.Tensor:
-    rank, _ = wire.place(group)
-    schedule = schedule_for(schedule, 0, scattered=True)
+    rank, size = wire.place(group)
+    schedule = schedule_for(schedule, 0, size, scattered=True)
     row = x.shape[2:]
-    check_agreement(what, group, {"shape": tuple(x.shape[1:]), "spans": _names(owned), "splits": counts, "out_dtype": dtype, "schedule": schedule})
+    check_agreement(what, group, {"shape": tuple(x.shape[1:]), "spans": owned, "splits": counts, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty((counts[rank], *row), dtype=dtype, device=x.device)
         _run(schedule, owned, leaves, x.reshape(x.shape[0], x.shape[1:].numel()), result.view(-1), [count * row.numel() for count in counts], group)
@@ -202,6 +198,8 @@ def cut(elements: int, size: int) -> list[int]:
 
 def _run(schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: torch.Tensor, lengths: list[int] | None, group: wire.Group) -> None:
     """Carry a plan out. ``x`` [F, n] fp32, ``out`` [n], or with ``lengths`` of each rank's piece, this rank's piece alone."""
+    if x.shape[1] == 0:
+        return
     rank, size = wire.place(group)
     gather = lengths is None
     steps = plan.make(schedule, owned, leaves, rank, gather, out.dtype == torch.float32)
@@ -210,20 +208,24 @@ def _run(schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: to
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     base = 0 if gather else starts[rank]
     longest = max(lengths)
-    slots = scratch.borrow(steps.slots * longest, x.device)
+    stride = lengths[rank] if schedule == "scatter" and size > 1 else longest  # there all slots are of this rank's piece
+    slots = scratch.borrow(steps.slots * stride, x.device)
 
     def at(piece: int, place: int) -> torch.Tensor:
         start, length = starts[piece], lengths[piece]
         if place >= 0:
-            return slots[place * longest : place * longest + length]
+            return slots[place * stride : place * stride + length]
         if place == plan.OUT:
             return out[start - base : start - base + length]
         return x[-2 - place, start : start + length]
 
     for step in steps.rounds:
-        if step.sends or step.recvs:
-            sends = [(at(piece, place), peer) for peer, piece, place in step.sends]
-            wire.exchange(sends, [(at(piece, place), peer) for peer, piece, place in step.recvs], group)
+        sends = [(peer, at(piece, place)) for peer, piece, place in step.sends]
+        recvs = [(peer, at(piece, place)) for peer, piece, place in step.recvs]
+        if step.how == "links":
+            wire.links(sends, recvs, group)
+        elif step.how == "swap":
+            wire.swap(sends, recvs, group, x.device)
         for piece, left, right, target in step.adds:
             torch.add(at(piece, left), at(piece, right), out=at(piece, target))
         for piece, place in step.copies:

@@ -40,6 +40,7 @@ def start_torchrun(argv: list[str]) -> int:
     if count != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -48,6 +49,8 @@ def start_torchrun(argv: list[str]) -> int:
     except ChildFailedError as failed:
         status = failed.get_first_failure()[1].exitcode
         return status if status > 0 else 128 - status
+    except SignalException as stopped:  # the ranks are ended by now
+        return 128 + stopped.sigval
     return 0
 
 

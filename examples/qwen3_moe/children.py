@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 RANK_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -111,8 +111,11 @@ class Child:
         self.close(15.0 if kind is None else 0.5)
 
 
-def serve(actions: Mapping[str, Callable[..., dict[str, Any]]]) -> int:
-    """The child's side: answer commands from standard input until it ends. Everything printed meanwhile goes to standard error."""
+def serve(actions: Mapping[str, Callable[..., dict[str, Any]]], finish: Callable[[], None] = lambda: None) -> NoReturn:
+    """The child's side: answer commands from standard input until it ends, then ``finish`` and leave at once.
+
+    Everything printed meanwhile goes to standard error. Interpreter and libraries are not taken down: with torch and vLLM that takes seconds.
+    """
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it then closes this child
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -132,7 +135,11 @@ def serve(actions: Mapping[str, Callable[..., dict[str, Any]]]) -> int:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
         _say(answer)
-    return 0
+    try:
+        finish()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def report(done: int, total: int, what: str = "") -> None:

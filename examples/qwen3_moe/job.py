@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -94,7 +95,7 @@ class Run:
         recorded: dict[RolloutLayout, Recording] = {}
         for layout in [RolloutLayout.parse(text) for text in STOCK_ROLLOUTS[: 1 if quick else None]]:
             with self.screen.step(f"stock vLLM, {layout}") as note:
-                engine = Rollout(layout, stage.folder, stage.config.dtype, None, longest=stage.longest, log=self.log, environment=_environment(layout))
+                engine = Rollout(layout, stage.folder, stage.config.dtype, None, longest=stage.longest, log=self.log, environment=self._environment(layout))
                 try:
                     recorded[layout] = engine.generate(greedy, self.scratch / f"stock-{layout}.npz")
                 finally:
@@ -129,13 +130,18 @@ class Run:
     def _start(self, layout: RolloutLayout) -> Rollout:
         stage = self.stage
         with self.screen.step(f"starting vLLM, {layout}"):
-            engine = Rollout(layout, stage.folder, stage.config.dtype, self.contract, longest=stage.longest, log=self.log, environment=_environment(layout))
+            engine = Rollout(
+                layout, stage.folder, stage.config.dtype, self.contract, longest=stage.longest, log=self.log, environment=self._environment(layout)
+            )
         try:
             self.fingerprint = require_same_contract(self.contract, kernels.version(), engine.started.get("contract"))
         except BaseException:
             engine.close()
             raise
         return engine
+
+    def _environment(self, layout: RolloutLayout) -> dict[str, str | None]:
+        return environment(layout, self.stage.config.shape.hidden)
 
     def _requests(self, number: int) -> list[Request]:
         options = self.options
@@ -275,6 +281,15 @@ def _union(recordings: Sequence[Recording]) -> Asked:
     return [list(sequence) for sequence in seen], list(seen.values())
 
 
-def _environment(layout: RolloutLayout) -> dict[str, str | None]:
-    # Dynamo would spend ten seconds on compiling a rank counter.
-    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+def environment(layout: RolloutLayout, hidden: int) -> dict[str, str | None]:
+    """Variables of an engine's process. Threads are not bound to cores: trainer and engine take turns on the same ones."""
+    cores = len(os.sched_getaffinity(0))
+    # A small model's products are too short to share: with two threads most of the time goes into waiting for each other.
+    threads = max(1, cores // layout.tp) if hidden >= 1024 else 1
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHDYNAMO_DISABLE": "1",  # else stock vLLM compiles a rank counter for ten seconds
+    }

@@ -61,7 +61,8 @@ def summary(pairs: Sequence[Pair], control: Sequence[Pair]) -> str:
 def show(console: Console, pairs: Sequence[Pair], control: Sequence[Pair]) -> None:
     """Print the table."""
     table = Table(title="|logdiff| = |log-probability in Megatron - log-probability in vLLM| of every token", title_justify="left")
-    for name in ("", "trainer (Megatron)", "rollout (vLLM)"):
+    several = len({pair.checkpoint for pair in (*pairs, *control)}) > 1
+    for name in ("", *(("checkpoint",) if several else ()), "trainer (Megatron)", "rollout (vLLM)"):
         table.add_column(name, no_wrap=True)
     for name in ("tokens", "sampled", "nonzero", "max |logdiff|", "rows differing"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -71,7 +72,7 @@ def show(console: Console, pairs: Sequence[Pair], control: Sequence[Pair]) -> No
             colour = "green" if found.same else ("red" if kind == "tio" else "yellow")
             digests = f"{found.rows_differing} of {found.rows}" if found.rows else "-"
             numbers = [str(found.tokens), str(found.sampled), f"[{colour}]{found.nonzero}[/]", f"[{colour}]{found.max_abs:.3g}[/]", digests]
-            table.add_row(kind, pair.trainer, pair.rollout, *numbers)
+            table.add_row(kind, *((pair.checkpoint,) if several else ()), pair.trainer, pair.rollout, *numbers)
         table.add_section()
     console.print(table)
     for pair in pairs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ def start(
     """Start the engine; ``contract`` None is stock vLLM. Answers with what the engine says about its contract."""
     global _engine, _contract
     _contract = Contract.from_json(contract) if contract is not None else None
-    if tp == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler in this process; only the ranks of TP are further ones
     began = time.monotonic()
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -105,5 +103,12 @@ def update(weights: str) -> dict[str, Any]:
     return {"digests": _engine.collective_rpc("tio_digests")[0]}
 
 
+def finish() -> None:
+    """Let vLLM end its own processes."""
+    if _engine is not None:
+        core = _engine.llm_engine.engine_core
+        core.engine_core.model_executor.shutdown()
+
+
 if __name__ == "__main__":
-    sys.exit(serve({"start": start, "generate": generate, "update": update}))
+    serve({"start": start, "generate": generate, "update": update}, finish)

@@ -101,7 +101,7 @@ def _slice(options: Options, contract: Contract, raw: dict[str, Any], texts: Seq
     config = CheckpointConfig.from_dict(raw)
     check(options, contract, config)
     stream = np.random.default_rng(options.seed).integers(0, config.shape.vocab, 10_000, dtype=np.int32)
-    asked, longest = _prompts(options, config, None, stream)
+    asked, longest = _prompts(options, config, None, stream, prompts.QUICK)
     folder = options.cache / f"slice-{makers.config_key(raw, options.seed)}"
     if not (folder / "config.json").is_file():
         require_room(options.cache, 2 * bytes_of(config))
@@ -128,14 +128,16 @@ def _own(options: Options, contract: Contract) -> Stage:
     return Stage(str(options.model), options.model, config, asked, options.rounds, options.train, longest)
 
 
-def _prompts(options: Options, config: CheckpointConfig, tokenizer: Any, stream: Any) -> tuple[tuple[tuple[int, ...], ...], int]:
+def _prompts(
+    options: Options, config: CheckpointConfig, tokenizer: Any, stream: Any, lengths: Sequence[int] = prompts.LENGTHS
+) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The prompts and the longest sequence they make."""
     if options.prompts is not None:
         asked, where = prompts.from_file(options.prompts, tokenizer), str(options.prompts)
     else:
         room = config.max_positions - options.max_new_tokens
-        lengths = [length for length in (prompts.QUICK if options.quick else prompts.LENGTHS) if length <= room]
-        asked, where = prompts.from_stream(stream, lengths, options.seed), "prompts"
+        fitting = [length for length in (prompts.QUICK if options.quick else lengths) if length <= room]
+        asked, where = prompts.from_stream(stream, fitting, options.seed), "prompts"
     prompts.check(asked, vocab=config.shape.vocab, longest=config.max_positions, max_new_tokens=options.max_new_tokens, where=where)
     longest = max(len(prompt) for prompt in asked) + options.max_new_tokens
     # A multiple of a page and of every tensor-parallel size.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,4 +33,4 @@ def _score(rank: int, layout: TrainerLayout, contract: str | None, rounds: list[
 
 
 if __name__ == "__main__":
-    sys.exit(serve({"score": score}))
+    serve({"score": score})

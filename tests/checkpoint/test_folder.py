@@ -9,9 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tio_megatron.checkpoint import Checkpoint, CheckpointError, digest_differences, manifest_digest, row_digests, tensor_digest, write_checkpoint
+from tio_megatron.checkpoint import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointError,
+    digest_differences,
+    manifest_digest,
+    row_digests,
+    tensor_digest,
+    tensor_table,
+    write_checkpoint,
+)
 
-from .conftest import DENSE, MOE, tensors
+from .conftest import DENSE, MOE, QWEN3_30B_A3B, tensors
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 5000], ids=["one file", "shards"])
@@ -58,6 +68,29 @@ def test_a_tied_model_may_store_its_head_when_it_is_the_embedding(make):
     save_file(held, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="lm_head.weight"):
         Checkpoint(path)
+
+
+def test_a_folder_as_large_as_the_real_model_opens(tmp_path):
+    """Qwen3-30B-A3B as it is published: 18867 tensors in 16 shards, 61 GB; the files are sparse, so nothing of it is on the disk."""
+    config = CheckpointConfig.from_dict(QWEN3_30B_A3B)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    specs = list(tensor_table(config.shape).values())
+    weight_map = {}
+    for shard in range(16):
+        file, header, size = f"model-{shard + 1:05d}-of-00016.safetensors", {}, 0
+        for spec in specs[shard * len(specs) // 16 : (shard + 1) * len(specs) // 16]:
+            header[spec.name] = {"dtype": "BF16", "shape": list(spec.shape), "data_offsets": [size, size + 2 * spec.numel]}
+            size += 2 * spec.numel
+        text = json.dumps(header).encode()
+        with open(tmp_path / file, "wb") as held:
+            held.write(struct.pack("<Q", len(text)) + text)
+            held.truncate(8 + len(text) + size)
+        weight_map |= dict.fromkeys(header, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with Checkpoint(tmp_path) as checkpoint:
+        assert (len(checkpoint.files), len(checkpoint.table)) == (16, 18867)
+        last = "model.layers.47.mlp.experts.127.down_proj.weight"
+        assert checkpoint.tensor(last).shape == (2048, 768) and not checkpoint.part(last, 1, 384, 768).any()
 
 
 def edit(path: Path, change) -> None:

@@ -26,10 +26,21 @@ def test_order_is_the_same_for_every_schedule(size, order, schedule):
 
 def test_words():
     text = collectives.explain(4, [1 << 20], schedule="scatter", out_dtype=torch.bfloat16)
-    assert "schedule: scatter\n" in text and "hops: 2\n" in text and "at most 4.5 MiB a rank, 18.0 MiB together" in text and "rounded once to bfloat16" in text
+    assert "schedule: scatter\n" in text and "hops: 3\n" in text and "at most 4.5 MiB a rank, 18.0 MiB together" in text and "rounded once to bfloat16" in text
     assert "(((1+2)+3)+0)" in text
     assert "two terms commute" in collectives.explain(2, [4]) and "vendor" not in collectives.explain(None, [4])
     assert "piece 3 (((((((4+5)+6)+7)+0)+1)+2)+3), ..." in collectives.explain(8, [4])
+
+
+def test_two_ranks_always_double():
+    assert "schedule: doubling (auto: two ranks always)\nhops: 1\n" in collectives.explain(2, [1 << 30])
+    assert "schedule: scatter (auto: up to 2.0 MiB doubling, above scatter)" in collectives.explain(4, [(1 << 19) + 1])
+    assert "schedule: doubling (auto" in collectives.explain(4, [1 << 19])
+
+
+def test_a_forced_schedule_is_said(monkeypatch):
+    monkeypatch.setenv("TIO_COLLECTIVE_SCHEDULE", "ring")
+    assert "schedule: ring (TIO_COLLECTIVE_SCHEDULE)" in collectives.explain(4, [4])
 
 
 def test_the_page_shows_what_is_printed():

@@ -86,7 +86,17 @@ def test_every_rank_count_obeys_the_tree(schedule, size):
         _check(schedule, plan.rank_order(size), size, direct)
 
 
-@settings(max_examples=150)
+@pytest.mark.parametrize("schedule", plan.SCHEDULES)
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_a_rank_without_nodes_obeys_too(schedule, empty):
+    """The root of its piece is complete before it arrives there."""
+    runs = iter([(0, 2), (2, 3), (3, 5)])
+    owned = tuple(() if rank == empty else ReductionTree(5).frontier(*next(runs)) for rank in range(4))
+    for direct in (True, False):
+        _check(schedule, owned, 5, direct)
+
+
+@settings(max_examples=300)
 @given(st.data())
 def test_any_split_of_any_tree_obeys_the_tree(data):
     leaves = data.draw(st.integers(1, 24))
@@ -107,7 +117,7 @@ def test_hops_and_messages_are_what_the_page_says(size):
         doubling = plan.make("doubling", plan.rank_order(size), size, rank, True, True)
         assert doubling.hops == rounds and doubling.sent([100], 4) == 400 * rounds
         scatter = plan.make("scatter", plan.rank_order(size), size, rank, True, True)
-        assert scatter.hops == 2 and scatter.sent([100] * size, 4) == 2 * 400 * (size - 1)
+        assert scatter.hops == 1 + rounds and scatter.sent([100] * size, 4) == 2 * 400 * (size - 1)
         ring = plan.make("ring", plan.rank_order(size), size, rank, True, True)
         assert ring.hops == 2 * (size - 1)
         assert {peer for r in ring.rounds for peer, _, _ in r.sends} == {(rank + 1) % size}

@@ -122,7 +122,7 @@ def bug(): raise KeyError("a bug")
 def die(): print("last words", file=sys.stderr, flush=True); os._exit(7)
 def spawn(): return {"pid": subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid}
 def hang(): time.sleep(600)
-sys.exit(serve({"echo": echo, "bad": bad, "bug": bug, "die": die, "spawn": spawn, "hang": hang}))
+serve({"echo": echo, "bad": bad, "bug": bug, "die": die, "spawn": spawn, "hang": hang})
 """
 
 

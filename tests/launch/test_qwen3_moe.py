@@ -6,8 +6,10 @@ The job's options are the real ones; the job itself is a stand-in that writes do
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ def main(argv):
         process.join()
     with open(os.path.join(os.environ["SEEN"], f"rank{seen['RANK']}.json"), "x") as file:
         json.dump({"argv": argv, "cwd": os.getcwd(), **seen}, file)
+    if os.environ.get("SLEEP"):
+        time.sleep(60)
     deadline = time.monotonic() + 60  # torchrun ends the others when the first rank fails: all of them write first
     while len(os.listdir(os.environ["SEEN"])) < int(seen["WORLD_SIZE"] or 1) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -51,12 +55,15 @@ class Checkout:
         shutil.copy(ROOT / "launch" / "qwen3_moe.sh", self.script)
         (root / "examples" / "qwen3_moe" / "main.py").write_text(JOB)
 
+    def environment(self, extra: dict[str, str]) -> dict[str, str]:
+        """The caller's, without what a launcher may have left in it."""
+        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "NPROC_PER_NODE", "PYTHON", "EXIT", "SPAWN", "SLEEP")
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        return {**environment, "SEEN": str(self.seen), **extra}
+
     def run(self, *command: str, **extra: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
         """The finished command, and what each rank saw, by rank."""
-        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "NPROC_PER_NODE", "PYTHON", "EXIT", "SPAWN")
-        environment = {name: value for name, value in os.environ.items() if name not in dropped}
-        environment |= {"SEEN": str(self.seen), **extra}
-        done = subprocess.run(command, cwd=self.away, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=self.away, env=self.environment(extra), capture_output=True, text=True, timeout=120)
         files = sorted(self.seen.glob("rank*.json"))
         seen = [json.loads(file.read_text()) for file in files]
         for file in files:
@@ -112,6 +119,19 @@ def test_shell_takes_the_checkouts_own_environment_by_a_link_too(checkout: Check
     done, seen = checkout.run("bash", "link", SPAWN="1")
     assert done.returncode == 0, done.stderr
     assert [(rank["WORLD_SIZE"], rank["OMP_NUM_THREADS"], rank["spawned"]) for rank in seen] == [("1", None, "child")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_shell_script_stops_the_ranks(checkout: Checkout, how: signal.Signals) -> None:
+    extra = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "SLEEP": "1"}
+    process = subprocess.Popen(["bash", checkout.script], cwd=checkout.away, env=checkout.environment(extra), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(checkout.seen.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(how)
+    said = process.communicate(timeout=60)[1]  # ends only when the ranks have closed their end of the pipe
+    assert process.returncode == 128 + how, said
+    assert "SignalException" not in said
 
 
 def test_torchrun_runs_the_file_with_python(checkout: Checkout) -> None:

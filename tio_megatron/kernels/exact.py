@@ -7,15 +7,17 @@ fp32 gives what one rounding of the exact value would.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from tio_megatron.contract import ReductionTree
 
 CHAIN = 256
-"""Terms of one fused multiply-add chain."""
+"""Terms of one chain inside a leaf of a product."""
+ROW_CHAIN = 32
+"""Terms of one chain in a sum along a row or over rows (norm, gradient of a probability): one long chain errs more than torch does."""
+ROUTER_CHAIN = 8
+"""The same for the router's sum over experts."""
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -62,7 +64,21 @@ def tree_sum(parts: Tensor) -> Tensor:
     return ReductionTree(parts.shape[0]).reduce(list(parts))
 
 
-def leaf_dot(a: Tensor, b: Tensor, chain: Callable[[Tensor, Tensor], Tensor] = chain_dot) -> Tensor:
-    """Sum over the last axis of ``a * b`` in the order inside one leaf: chains of 256, joined by the tree."""
+def leaf_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last axis of ``a * b`` inside one leaf of a product: fma chains of 256 terms, joined by the tree."""
+    return _chained_dot(a, b, CHAIN)
+
+
+def row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last axis of ``a * b`` along a row: fma chains of 32 terms, joined by the tree."""
+    return _chained_dot(a, b, ROW_CHAIN)
+
+
+def _chained_dot(a: Tensor, b: Tensor, chain: int) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)
-    return tree_sum(torch.stack([chain(x, y) for x, y in zip(a.split(CHAIN, -1), b.split(CHAIN, -1), strict=True)]))
+    return tree_sum(torch.stack([chain_dot(x, y) for x, y in zip(a.split(chain, -1), b.split(chain, -1), strict=True)]))
+
+
+def chained_sum(x: Tensor, chain: int) -> Tensor:
+    """Sum over the last axis: chains of ``chain`` additions, joined by the tree."""
+    return tree_sum(torch.stack([chain_sum(part) for part in x.split(chain, -1)]))

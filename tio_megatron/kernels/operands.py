@@ -38,14 +38,17 @@ def check_dtype(what: str, name: str, tensor: Tensor, *allowed: torch.dtype) -> 
 
 def check_shape(what: str, name: str, tensor: Tensor, *shape: int) -> None:
     """The exact shape; -1 matches any length."""
-    if tensor.dim() != len(shape) or any(want not in (-1, have) for want, have in zip(shape, tensor.shape, strict=True)):
+    have = tensor.shape
+    if have == shape:
+        return
+    if len(have) != len(shape) or any(want not in (-1, n) for want, n in zip(shape, have, strict=True)):
         wanted = ", ".join("*" if want == -1 else str(want) for want in shape)
-        raise ValueError(f"{what}: {name} has shape {list(tensor.shape)}; expected [{wanted}]")
+        raise ValueError(f"{what}: {name} has shape {list(have)}; expected [{wanted}]")
 
 
 def check_device(what: str, name: str, tensor: Tensor) -> None:
     """A device that some kernel family serves."""
-    if tensor.device.type not in ("cpu", "meta"):
+    if not tensor.is_cpu and tensor.device.type != "meta":
         raise ValueError(f"{what}: {name} is on {tensor.device}; no kernel family serves that device, supported is cpu")
 
 

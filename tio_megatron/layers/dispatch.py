@@ -101,8 +101,7 @@ class AllToAll:
         self._sent = self.plan.counts.view(ep, groups.run).sum(1).tolist()
         self._received = here[_rank(groups.etp)].sum(1).tolist()
         self._gathered = here.sum(dim=(1, 2)).tolist()
-        self._order = chunk_order(here.reshape(-1, groups.run))
-        self._inverse = inverse_order(self._order)
+        self._order = chunk_order(here.reshape(-1, groups.run)) if ep * etp > 1 else None
 
     @property
     def offsets(self) -> Tensor:
@@ -112,12 +111,14 @@ class AllToAll:
     def to_experts(self, rows: Tensor) -> Tensor:
         """Rows of own tokens, sorted by expert, [t * k, ...] -> rows of the local experts, sorted by expert, [R, ...]."""
         rows = all_to_all(rows, self._received, self._sent, self.groups.ep)
-        return all_gather(rows, self.groups.etp, sizes=self._gathered).index_select(0, self._order)
+        rows = all_gather(rows, self.groups.etp, sizes=self._gathered)
+        return rows if self._order is None else rows.index_select(0, self._order)
 
     def to_owner(self, rows: Tensor) -> Tensor:
         """The inverse of :meth:`to_experts`. The rows must be the same on all ranks of ``etp``."""
-        mine = rows.index_select(0, self._inverse).split(self._gathered)[_rank(self.groups.etp)]
-        return all_to_all(mine.contiguous(), self._sent, self._received, self.groups.ep)
+        if self._order is not None:
+            rows = rows.index_select(0, inverse_order(self._order)).split(self._gathered)[_rank(self.groups.etp)]
+        return all_to_all(rows.contiguous(), self._sent, self._received, self.groups.ep)
 
     def spread(self, x: Tensor) -> Tensor:
         """Own tokens [t, H] -> one row for each choice, sorted by expert."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tio_megatron import collectives
-from tio_megatron.contract import Node, VocabOrder
+from tio_megatron.contract import Node, ReductionTree, VocabOrder
+from tio_megatron.contract.tree import ABSENT
 from tio_megatron.kernels import embedding as embedding_kernel
 from tio_megatron.kernels import linear as linear_kernel
 from tio_megatron.kernels import logprob as kernel
@@ -67,11 +68,19 @@ class VocabShard:
         row = shard * self.rows
         return self.order.padded if row >= self.order.vocab else row
 
-    @property
-    def run_pieces(self) -> tuple[tuple[int, int], ...]:
-        """This rank's true rows, in local numbers, cut where the contract's runs begin."""
-        edges = [self.first, *(r for r in range(0, self.order.padded, self.order.run_rows) if self.first < r < self.first + self.true_rows)]
-        return tuple((lo - self.first, hi - self.first) for lo, hi in zip(edges, [*edges[1:], self.first + self.true_rows], strict=True) if hi > lo)
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """Every rank's runs ``[lo, hi)``, or ``None`` where a shard ends inside a run."""
+        edges = [self.order.padded if self.bound(r) >= self.order.padded else self.bound(r) for r in range(self.ranks + 1)]
+        if any(edge % self.order.run_rows for edge in edges):
+            return None
+        numbers = [edge // self.order.run_rows for edge in edges]
+        return tuple(zip(numbers[:-1], numbers[1:], strict=True))
+
+    def true_part(self, run: int) -> tuple[int, int]:
+        """This rank's true rows of ``run``, in local numbers; empty for a run of padding, or of other ranks."""
+        lo, hi = run * self.order.run_rows - self.first, (run + 1) * self.order.run_rows - self.first
+        return max(0, min(lo, self.true_rows)), max(0, min(hi, self.true_rows))
 
 
 def check_tokens(ids: torch.Tensor, vocab: int, what: str) -> None:
@@ -237,19 +246,37 @@ class _Logits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            partial = _over_runs(dy.reshape(-1, dy.shape[-1]), weight, ctx.shard)
-            dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
+            dx = _input_grad(dy, weight, ctx.shard, ctx.group, ctx.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
             dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel))
         return dx, dw, None, None, None
 
 
-def _over_runs(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """This rank's part of ``dy @ weight`` in fp32, run by run; padding rows of the weight are not read."""
-    partial = torch.zeros(dy.shape[0], weight.shape[1])
-    for lo, hi in shard.run_pieces:
-        partial = partial + linear_kernel.matmul(dy[:, lo:hi], weight[lo:hi].t(), out_dtype=torch.float32)
-    return partial
+def _input_grad(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group: Group, sequence_parallel: bool, dtype: torch.dtype) -> torch.Tensor:
+    """``dy @ weight`` over the vocabulary, whose leaves are the contract's runs. Padding rows of the weight are not read.
+
+    Where shards end inside runs (a padding that is not the contract's), each rank's part counts as one leaf: right, but another
+    order than one rank's.
+    """
+    rows = dy.reshape(-1, dy.shape[-1])
+    tree = ReductionTree(shard.order.runs)
+    lo, hi = shard.runs[shard.rank] if shard.runs else (0, tree.leaves)
+    leaves = [_run_grad(rows, weight, *shard.true_part(run)) for run in range(lo, hi)]
+    if shard.runs is None or shard.ranks == 1:
+        return reduce_partial(tree.reduce(leaves).view(*dy.shape[:-1], -1), group, sequence_parallel, dtype)
+    spans = tuple(tree.frontier(*runs) for runs in shard.runs)
+    held = tree.partial(lo, leaves)
+    nodes = torch.stack([held[node] for node in spans[shard.rank]]) if leaves else torch.empty(0, len(rows), weight.shape[1], dtype=torch.float32)
+    nodes = nodes.view(len(nodes), *dy.shape[:-1], weight.shape[1])
+    if sequence_parallel:
+        return collectives.reduce_scatter_nodes(nodes, spans, tree, group, out_dtype=dtype)
+    return collectives.all_reduce_nodes(nodes, spans, tree, group, out_dtype=dtype)
+
+
+def _run_grad(rows: torch.Tensor, weight: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    if lo == hi:
+        return torch.full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
+    return linear_kernel.matmul(rows[:, lo:hi], weight[lo:hi].t(), out_dtype=torch.float32)
 
 
 class _LogProb(torch.autograd.Function):

@@ -38,6 +38,12 @@ def moe(folders: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
+def moe_fp32(folders: Path) -> tuple[Path, Path]:
+    """The same sizes in fp32: where a wrong order in fp32 partial sums shows."""
+    return checkpoints.make(folders / "moe-fp32-0", 5, dtype="float32"), checkpoints.make(folders / "moe-fp32-1", 6, dtype="float32")
+
+
+@pytest.fixture(scope="session")
 def chunked(moe: tuple[Path, Path]) -> Iterator[Engine]:
     """TP 1, top-4, bf16; prompts in chunks of 96 tokens, prefix cache on, raw log-probabilities."""
     with Engine.start(moe[0], max_num_batched_tokens=96, enable_prefix_caching=True) as engine:

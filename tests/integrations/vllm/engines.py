@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.integrations.vllm.checkpoints import VOCABULARY
@@ -19,6 +20,9 @@ from tio_megatron.testing import assert_same_bytes
 
 LENGTHS = (1, 5, 64, 65, 150, 300)
 """Prompt lengths: one token, around a block of 64 keys, several chunks of 96."""
+
+_ALIVE: list[Any] = []
+"""Every engine: when one whose core lives in this process is collected, it takes the process groups of all others with it."""
 
 
 @dataclass
@@ -49,12 +53,13 @@ class Engine:
     def __init__(self, llm: Any, folder: Path, contract: Contract) -> None:
         self.llm, self.folder, self.contract = llm, folder, contract
         self.second: Path | None = None
+        self.plants: list[str] = []
         self._teachers: dict[Path, Teacher] = {}
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, folder: Path, contract: Contract | None = None, *, ours: bool = True, **options: Any) -> Iterator[Engine]:
-        """An engine on ``folder``; ended at the end of the block. ``ours=False``: stock vLLM."""
+    def start(cls, folder: Path, contract: Contract | None = None, *, on: str = "argument", **options: Any) -> Iterator[Engine]:
+        """An engine on ``folder``, switched ``on`` by ``argument``, ``environment`` or not (``off``: stock); ended at the end of the block."""
         from vllm import LLM
 
         contract = contract or Contract()
@@ -70,16 +75,35 @@ class Engine:
             enable_prefix_caching=False,
             num_gpu_blocks_override=48,
         )
+        from vllm import envs
+
         was_active = plugin.is_active()
-        if not ours:
-            plugin.deactivate()
-        try:
-            llm = LLM(**engine_options(contract, **common | options)) if ours else LLM(enforce_eager=True, **common | options)
-            yield cls(llm, folder, contract)
-            llm.llm_engine.engine_core.shutdown()
-        finally:
-            if not ours and was_active:
+        # Every engine freezes the environment for its process.
+        envs.disable_envs_cache()
+        with pytest.MonkeyPatch.context() as patch:
+            if on == "argument":
+                chosen = engine_options(contract, **common | options)
+            else:
+                chosen = common | dict(enforce_eager=True) | options
+            if on == "environment":
+                # vLLM has called the entry point of this process already; the workers' are still to come.
+                patch.setenv("TIO_CONTRACT", contract.to_json())
                 plugin.activate(contract)
+                chosen["weight_transfer_config"] = dict(backend="tio")
+            elif on == "off":
+                plugin.deactivate()
+            try:
+                llm = LLM(**chosen)
+                _ALIVE.append(llm)
+                yield cls(llm, folder, contract)
+                core = llm.llm_engine.engine_core
+                if not hasattr(core, "engine_core"):
+                    core.shutdown()
+                elif chosen.get("distributed_executor_backend") == "mp":
+                    core.engine_core.model_executor.shutdown()
+            finally:
+                if was_active:
+                    plugin.activate(contract)
 
     def teacher(self, folder: Path | None = None) -> Teacher:
         """The teacher of a checkpoint (the engine's own by default)."""
@@ -118,6 +142,17 @@ class Engine:
             assert_same_bytes(one.sampled, _pick(rows, one.whole, len(one.prompt), len(one.whole)), name + " sampled")
             count += len(one.sampled)
         return count
+
+    def drawn(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
+        """The tokens that vLLM's sampler draws from the teacher's logits."""
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+        generator, whole = torch.Generator().manual_seed(seed), list(prompt)
+        for _ in range(tokens):
+            draw = torch.randint(0, 2**31, (1,), generator=generator)
+            whole.append(int(torch.ops._C.fused_gumbel_argmax(self.teacher().logits(whole)[-1:] / temperature, draw)))
+        return whole[len(prompt) :]
 
     def picked(self, one: Scored) -> torch.Tensor:
         """The teacher's log-probabilities of a request's sampled tokens."""

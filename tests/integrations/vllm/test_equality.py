@@ -101,7 +101,7 @@ def test_dense_fp32_tied(dense: Engine) -> None:
 
 def test_stock_vllm_differs(moe: tuple[Path, Path]) -> None:
     """The negative control: the same cases without us."""
-    with Engine.start(moe[0], ours=False, max_num_batched_tokens=96) as stock:
+    with Engine.start(moe[0], on="off", max_num_batched_tokens=96) as stock:
         answers = stock.generate(prompts(seed=0))
         assert not any(name.startswith("Tio") for name in map(lambda module: type(module).__name__, _model(stock).modules()))
         with pytest.raises(AssertionError):

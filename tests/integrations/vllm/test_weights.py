@@ -131,6 +131,8 @@ def test_other_bytes_than_the_trainers_stop_the_engine(restored: Engine, moe: tu
 def test_unknown_and_misshapen_tensors(restored: Engine, moe: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no_such"):
         push_weights(restored.llm, [("model.no_such.weight", torch.zeros(2))], restored.contract)
+    with pytest.raises(ValueError, match="model.norm.weight is torch.float32"):
+        push_weights(restored.llm, [("model.norm.weight", torch.zeros(256))], restored.contract)
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 256, dtype=torch.bfloat16)}, tmp_path / "bad.safetensors")
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         restored.rpc("tio_load", str(tmp_path / "bad.safetensors"))

@@ -2,76 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_Rule = tuple[str, Callable[[Any], bool], str]
+from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 
+_DROPS = "tokens would be dropped"
+_GROUPS = "group-limited routing is not in the contract"
+_PLAIN = "experts are plain SwiGLU"
 
-def _on(value: Any) -> bool:
-    return bool(value)
-
-
-def _each(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _given(value: Any) -> bool:
-    return value is not None
-
-
-_RULES: tuple[_Rule, ...] = (
-    ("moe_router_load_balancing_type", lambda v: "sinkhorn" in _each(v), "routing by sinkhorn depends on the whole batch; use 'none'"),
-    ("moe_aux_loss_coeff", lambda v: any(_each(v)), "auxiliary losses are not in the contract yet; use 0.0"),
-    ("moe_z_loss_coeff", _on, "the z-loss is not in the contract; use None"),
-    ("moe_input_jitter_eps", _on, "noise on the router's input; use None"),
-    ("moe_router_force_load_balancing", _on, "random routing; use False"),
-    ("moe_router_num_groups", _on, "group-limited routing is not in the contract; use None"),
-    ("moe_router_group_topk", _on, "group-limited routing is not in the contract; use None"),
-    ("moe_router_score_function", lambda v: v != "softmax", "only 'softmax' is in the contract"),
-    ("moe_router_topk_scaling_factor", lambda v: v is not None and v != 1.0, "scaled probabilities are not in the contract; use None"),
-    ("moe_router_enable_expert_bias", _on, "a bias that follows the load depends on the batch; use False"),
-    ("moe_router_dtype", lambda v: v not in (None, "fp32"), "router logits are fp32; use None or 'fp32'"),
-    ("moe_router_fusion", _on, "a fused router kernel has its own order; use False"),
-    ("moe_permute_fusion", _on, "our dispatchers move rows themselves; use False"),
-    ("moe_router_padding_for_quantization", _on, "padded expert rows need quantized experts, which are not supported; use False"),
-    ("moe_enable_routing_replay", _on, "both sides choose the same experts already; use False"),
-    ("moe_expert_capacity_factor", _given, "tokens would be dropped; use None"),
-    ("moe_pad_expert_input_to_capacity", _on, "tokens would be dropped; use False"),
-    ("moe_token_dropping", _on, "tokens would be dropped; use False"),
-    ("moe_token_dispatcher_type", lambda v: v not in ("alltoall", "allgather"), "use 'alltoall' or 'allgather'"),
-    ("moe_enable_deepep", _on, "DeepEP adds in an order of its own; use False"),
-    ("moe_apply_probs_on_input", _on, "probabilities weight the expert's output in the contract; use False"),
-    ("moe_latent_size", _given, "latent projections are not in the contract; use None"),
-    ("moe_use_legacy_grouped_gemm", _on, "the legacy module's weights are transposed and fused; use False"),
-    ("moe_shared_expert_overlap", _on, "shared experts inside the dispatcher are not supported; use False"),
-    ("moe_shared_expert_gate", _on, "gated shared experts are not in the contract; use False"),
-    ("overlap_moe_expert_parallel_comm", _on, "that schedule calls stock's steps directly; use False"),
-    ("delay_wgrad_compute", _on, "weight gradients are never delayed; use False"),
-    ("add_bias_linear", _on, "biases are not in the contract; use False"),
-    ("gated_linear_unit", lambda v: not v, "experts are SwiGLU; use True"),
-    ("activation_func_clamp_value", _given, "experts are plain SwiGLU; use None"),
-    ("glu_linear_offset", _on, "experts are plain SwiGLU; use 0.0"),
+MOE_RULES = (
+    Rule("moe_z_loss_coeff", (None, 0.0), "the z-loss is not in the contract"),
+    Rule("moe_input_jitter_eps", (None, 0.0), "noise on the router's input"),
+    Rule("moe_router_force_load_balancing", OFF, "random routing"),
+    Rule("moe_router_num_groups", (None,), _GROUPS),
+    Rule("moe_router_group_topk", (None,), _GROUPS),
+    Rule("moe_router_score_function", ("softmax",), "other scores are not in the contract"),
+    Rule("moe_router_topk_scaling_factor", (None, 1.0), "scaled probabilities are not in the contract"),
+    Rule("moe_router_enable_expert_bias", OFF, "a bias that follows the load depends on the batch"),
+    Rule("moe_router_dtype", (None, "fp32"), "router logits are fp32"),
+    Rule("moe_router_fusion", OFF, "a fused router kernel has its own order"),
+    Rule("moe_permute_fusion", OFF, "our dispatchers move rows themselves"),
+    Rule("moe_router_padding_for_quantization", OFF, "it pads for quantized experts, which are not supported"),
+    Rule("moe_enable_routing_replay", OFF, "both sides choose the same experts already"),
+    Rule("moe_expert_capacity_factor", (None,), _DROPS),
+    Rule("moe_pad_expert_input_to_capacity", OFF, _DROPS),
+    Rule("moe_token_dropping", OFF, _DROPS),
+    Rule("moe_token_dispatcher_type", ("alltoall", "allgather"), "no other dispatcher has an ordered form"),
+    Rule("moe_enable_deepep", OFF, "DeepEP adds in an order of its own"),
+    Rule("moe_apply_probs_on_input", OFF, "probabilities weight the expert's output in the contract"),
+    Rule("moe_latent_size", (None,), "latent projections are not in the contract"),
+    Rule("moe_use_legacy_grouped_gemm", OFF, "the legacy module's weights are transposed and fused"),
+    Rule("moe_shared_expert_overlap", OFF, "shared experts inside the dispatcher are not supported"),
+    Rule("overlap_moe_expert_parallel_comm", OFF, "that schedule calls stock's steps directly"),
+    Rule("delay_wgrad_compute", OFF, "weight gradients are never delayed"),
+    Rule("add_bias_linear", OFF, "biases are not supported"),
+    Rule("gated_linear_unit", (True,), _PLAIN),
+    Rule("activation_func", (F.silu,), _PLAIN),
+    Rule("activation_func_clamp_value", (None,), _PLAIN),
+    Rule("glu_linear_offset", (0.0,), _PLAIN),
 )
 
 
 def moe_refusals(config: TransformerConfig) -> list[str]:
-    """One line per option of ``config`` that an expert layer cannot obey, ``name=value: why; what works``."""
-    found = []
-    for name, refused, why in _RULES:
-        value = getattr(config, name, None)
-        if name == "moe_shared_expert_gate" and config.moe_shared_expert_intermediate_size is None:
-            continue
-        if refused(value):
-            found.append(f"{name}={value!r}: {why}")
-    if not _is_silu(config.activation_func):
-        found.append(f"activation_func={getattr(config.activation_func, '__name__', config.activation_func)}: experts are SwiGLU; use torch.nn.functional.silu")
+    """One line per option of ``config`` that an expert layer cannot obey, ``name=value: why; what would work``."""
+    lines = broken(MOE_RULES, config)
+    if "sinkhorn" in _each(config.moe_router_load_balancing_type):
+        value = config.moe_router_load_balancing_type
+        lines.append(f"moe_router_load_balancing_type={value!r}: routing by sinkhorn depends on the whole batch; 'none' would work")
+    if any(_each(config.moe_aux_loss_coeff)):
+        lines.append(f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: auxiliary losses are not in the contract yet; 0.0 would work")
+    if config.moe_shared_expert_intermediate_size is not None:
+        lines += broken((Rule("moe_shared_expert_gate", OFF, "gated shared experts are not in the contract"),), config)
     if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or []):
-        found.append("recompute_modules='moe_act': the activation is recomputed already; recompute 'moe' or leave it out")
-    return found
+        lines.append("recompute_modules='moe_act': the activation is recomputed already; 'moe' would work")
+    return lines
 
 
 def refuse_moe(config: TransformerConfig) -> None:
@@ -80,10 +67,10 @@ def refuse_moe(config: TransformerConfig) -> None:
     Raises:
         ValueError: lists every option that would have to change.
     """
-    found = moe_refusals(config)
-    if found:
-        raise ValueError("expert layers cannot obey the contract with these options:\n  " + "\n  ".join(found))
+    lines = moe_refusals(config)
+    if lines:
+        raise ValueError("expert layers cannot obey the contract with these options:\n  " + "\n  ".join(lines))
 
 
-def _is_silu(function: Any) -> bool:
-    return function is torch.nn.functional.silu or isinstance(function, torch.nn.SiLU) or getattr(function, "__name__", "") == "silu"
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

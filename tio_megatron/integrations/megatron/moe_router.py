@@ -33,5 +33,15 @@ class OrderedRouter(TopKRouter):
         return probs, ids
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
-        """``input`` [s, b, H], ``padding_mask`` [s, b] -> probabilities [T, k] fp32 and expert ids [T, k] int64."""
+        """``input`` [s, b, H], ``padding_mask`` [s, b] -> probabilities [T, k] fp32 and expert ids [T, k] int64.
+
+        Stock cuts the mask for sequence parallelism on the first pipeline stage alone; where it comes whole, this rank's positions are taken.
+
+        Raises:
+            ValueError: the mask fits neither this rank's positions nor the whole sequence.
+        """
+        if padding_mask is not None and padding_mask.shape != input.shape[:2]:
+            if not self.config.sequence_parallel or padding_mask.shape != (input.shape[0] * self.tp_group.size(), input.shape[1]):
+                raise ValueError(f"router: padding_mask {list(padding_mask.shape)} does not fit hidden states {list(input.shape)}")
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         return self.routing(self.gating(input), padding_mask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.integrations.megatron.moe_spec import moe_refusals
+from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 
-
-@dataclass(frozen=True)
-class Rule:
-    """``option`` must have one of the values ``works``."""
-
-    option: str
-    works: tuple[Any, ...]
-    why: str
-
-    def broken_by(self, source: Any) -> str | None:
-        """One line when ``source`` (a config, or the arguments of a model) breaks the rule."""
-        value = source.get(self.option, self.works[0]) if isinstance(source, Mapping) else getattr(source, self.option, self.works[0])
-        if any(value is work or value == work for work in self.works):
-            return None
-        return f"{self.option}={_name(value)}: {self.why}; {' or '.join(_name(work) for work in self.works)} would work"
-
-
-OFF = (False, None)
 ONE_RANK_OF_CONTEXT = "context parallelism is not supported yet"
 CONFIG_RULES = (
     Rule("hidden_dropout", (0.0,), "dropout is random per layout"),
@@ -108,10 +90,10 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
     Raises:
         ValueError: lists every option by name, and every product whose cut does not fall on leaves, each with what would work.
     """
-    lines = [line for rule in CONFIG_RULES if (line := rule.broken_by(config))]
-    lines += [line for rule in MODEL_RULES if (line := rule.broken_by(arguments))]
+    lines = broken(CONFIG_RULES, config) + broken(MODEL_RULES, arguments)
     if config.num_moe_experts:
-        lines += moe_refusals(config)
+        named = {line.partition("=")[0] for line in lines}
+        lines += [line for line in moe_refusals(config) if line.partition("=")[0] not in named]
     if not lines:
         lines += list(_misfits(config, contract, vocab))
     if lines:
@@ -136,7 +118,3 @@ def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Itera
     )
     for problem in contract.problems(layout, shape):
         yield str(problem)
-
-
-def _name(value: Any) -> str:
-    return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)

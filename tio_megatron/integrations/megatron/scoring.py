@@ -32,11 +32,12 @@ class Scores:
 
 @dataclass
 class _Batch:
-    """One forward pass: the model's input, and where each sequence lies in it."""
+    """One forward pass: the model's input, and where each sequence lies in it. ``padding`` is True where there is none."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     """The next token of the same sequence; 0 behind the last."""
+    padding: torch.Tensor
     places: list[tuple[int, int, int]]
     """Per sequence: its row, its first column and its number of tokens."""
     packed: PackedSeqParams | None = None
@@ -112,7 +113,9 @@ def token_logprobs(
 
 def _run(model: Any, item: _Batch) -> torch.Tensor:
     positions = torch.arange(item.tokens.shape[1]).expand_as(item.tokens)
-    return model(item.tokens, positions, None, packed_seq_params=item.packed)
+    # Only a router reads the mask: padding is never sent to an expert.
+    padding = item.padding if _unwrapped(model).config.num_moe_experts and item.padding.any() else None
+    return model(item.tokens, positions, None, packed_seq_params=item.packed, padding_mask=padding)
 
 
 def _pipeline(model: Any, batches: list[_Batch], collect: Callable[[torch.Tensor, _Batch], None]) -> None:
@@ -150,15 +153,17 @@ def _batches(ids: list[torch.Tensor], batch: int, packed: bool, multiple: int, a
         length = -(-length // multiple) * multiple
         count = 1 if packed else (batch if alike else len(group))
         tokens, targets = torch.zeros(2, count, length, dtype=torch.int64)
+        padding = torch.ones(count, length, dtype=torch.bool)
         places = []
         start = 0
         for row, sequence in enumerate(group):
             place = (0, start, len(sequence)) if packed else (row, 0, len(sequence))
             tokens[place[0], place[1] : place[1] + place[2]] = sequence
             targets[place[0], place[1] : place[1] + place[2] - 1] = sequence[1:]
+            padding[place[0], place[1] : place[1] + place[2]] = False
             places.append(place)
             start += len(sequence)
-        yield _Batch(tokens, targets, places, _packing([length for _, _, length in places], length) if packed else None)
+        yield _Batch(tokens, targets, padding, places, _packing([length for _, _, length in places], length) if packed else None)
 
 
 def _packing(lengths: list[int], total: int) -> PackedSeqParams:

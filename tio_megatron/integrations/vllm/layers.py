@@ -26,7 +26,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from tio_megatron import collectives
+from tio_megatron.collectives import all_reduce
 from tio_megatron.integrations.vllm.building import current
 from tio_megatron.integrations.vllm.weights import OneCopy
 from tio_megatron.kernels.embedding import embedding
@@ -123,7 +123,7 @@ class TioRowParallelLinear(FixedOrder, RowParallelLinear):
             y = linear(input_, self.packed, leaves=self.leaves)
         else:
             partial = linear(input_, self.packed, leaves=self.leaves, out_dtype=torch.float32)
-            y = collectives.all_reduce(partial, self.group, out_dtype=input_.dtype)
+            y = all_reduce(partial, self.group, out_dtype=input_.dtype)
         return (y, None) if self.return_bias else y
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from tio_megatron import kernels
-from tio_megatron.checkpoint import tensor_digest
-from tio_megatron.contract import Contract
+from tio_megatron.checkpoint import TensorSpec, tensor_digest, tensor_table
+from tio_megatron.contract import Contract, ModelShape
 
 BUCKET = 256 << 20
 """Bytes of one file of weights."""
@@ -37,15 +39,14 @@ def rollout_contract(engine: Engine) -> dict[str, Any]:
         ValueError: tio_megatron is off in the engine, or its worker does not answer.
     """
     try:
-        return dict(engine.collective_rpc("tio_contract")[0])
-    except NotImplementedError as error:
-        raise ValueError(_NO_ANSWER) from error
+        answer = dict(engine.collective_rpc("tio_contract")[0])
     except Exception as error:
         if "not implemented" in str(error):
             raise ValueError(_NO_ANSWER) from error
-        if "tio_megatron is off" in str(error):
-            raise ValueError(str(error)) from error
         raise
+    if "off" in answer:
+        raise ValueError(answer["off"])
+    return answer
 
 
 _NO_ANSWER = (
@@ -62,7 +63,7 @@ def check_rollout(engine: Engine, contract: Contract) -> dict[str, Any]:
         ValueError: a difference, with the fields named, or no answer.
     """
     answer = rollout_contract(engine)
-    found = contract.differences(Contract.from_json(_json(answer["contract"])))
+    found = contract.differences(Contract.from_json(json.dumps(answer["contract"])))
     if answer["kernels"] != kernels.version():
         found.append(f"kernels: {kernels.version()} / {answer['kernels']}")
     if found:
@@ -92,25 +93,46 @@ def push_weights(
     Raises:
         ValueError: the contracts differ, a tensor is none of the model's, or the engine ends up with other bytes.
     """
-    check_rollout(engine, contract)
+    answer = check_rollout(engine, contract)
+    table, dtype = tensor_table(_shape(answer["model"])), answer["model"]["dtype"]
     sent: dict[str, str] = {}
     _call(engine, "init_weight_transfer_engine", init_info={"contract": contract.to_dict(), "kernels": kernels.version()})
     _call(engine, "start_weight_update")
     root = Path(tempfile.mkdtemp(prefix="tio-weights-", dir=folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)))
     try:
-        for number, bucket in enumerate(_buckets(tensors, bucket_bytes)):
+        for number, bucket in enumerate(_buckets(_checked(tensors, table, dtype), bucket_bytes)):
             path = root / f"{number}.safetensors"
             digests = {name: tensor_digest(tensor) for name, tensor in bucket.items()} if verify else {}
             _save(bucket, path)
             _call(engine, "update_weights", update_info={"path": str(path), "digests": digests})
             path.unlink()
+            found = engine.collective_rpc("tio_update_problems")[0]
+            if found:
+                raise ValueError("push_weights: digests differ (rollout / trainer):\n  " + "\n  ".join(found[:20]))
             sent |= digests
+    except BaseException:
+        engine.collective_rpc("tio_abort_update")
+        raise
     finally:
         shutil.rmtree(root, ignore_errors=True)
     _call(engine, "finish_weight_update")
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise ValueError("push_weights: the engine did not reset its prefix cache; its keys and values belong to older weights")
     return sent
+
+
+def _shape(fields: dict[str, Any]) -> ModelShape:
+    return ModelShape(**{field.name: fields[field.name] for field in dataclasses.fields(ModelShape)})
+
+
+def _checked(tensors: Iterable[tuple[str, torch.Tensor]], table: dict[str, TensorSpec], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        if name not in table:
+            raise ValueError(f"push_weights: the rollout's model has no tensor {name}")
+        if tuple(tensor.shape) != table[name].shape or str(tensor.dtype) != f"torch.{dtype}":
+            wanted = f"{dtype} {list(table[name].shape)}"
+            raise ValueError(f"push_weights: {name} is {tensor.dtype} {list(tensor.shape)}, the rollout's model has {wanted}")
+        yield name, tensor
 
 
 def _call(engine: Engine, method: str, **kwargs: Any) -> None:
@@ -140,9 +162,3 @@ def _save(bucket: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(bucket, str(path))
-
-
-def _json(fields: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(fields)

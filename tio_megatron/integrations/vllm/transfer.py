@@ -2,6 +2,9 @@
 
 init exchanges contracts and refuses a difference; start stops the model; update loads one safetensors file of whole HF tensors, any subset
 of names, and compares the digests of what the engine then holds with those that the trainer sent; finish lets the model run again.
+
+vLLM's executor is out of step for good after a method that failed on several ranks, so what a trainer can mend (other bytes) is no
+exception: it is kept, ``tio_update_problems`` tells it, and finish refuses.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
         if not hasattr(self.model, "ledger"):
             raise ValueError(f"weight transfer 'tio' needs a model of tio_megatron, not stock {type(self.model).__name__}: set TIO_CONTRACT")
         self._agreed = False
+        self.problems: list[str] = []
 
     def init_transfer_engine(self, init_info: TioInitInfo) -> None:
         """Agree on the contract.
@@ -79,13 +83,14 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
         """
         if not self._agreed:
             raise ValueError("weight update: exchange contracts first (init_weight_transfer_engine)")
+        self.problems = []
         self.model.ledger.incomplete = "an update was started and not finished"
 
     def receive_weights(self, update_info: TioUpdateInfo) -> None:
-        """Load one file and compare digests. Raises on every rank or on none, so that a trainer may try again.
+        """Load one file and compare digests.
 
         Raises:
-            ValueError: the file is missing, a tensor is none of the model's, or tensors whose bytes are not the trainer's, by name.
+            ValueError: the file is missing, or a tensor is none of the model's.
         """
         from safetensors import safe_open
 
@@ -96,13 +101,16 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         if update_info.digests:
             held = gathered_digests(self.model, list(update_info.digests))
-            found = from_first_rank(digest_differences(held, update_info.digests) if held else None)
-            if found:
-                self.model.ledger.incomplete = f"{len(found)} tensors are not the trainer's"
-                raise ValueError("weight update: digests differ (rollout / trainer):\n  " + "\n  ".join(found[:20]))
+            self.problems += from_first_rank(digest_differences(held, update_info.digests) if held else None)
 
     def finish_weight_update(self) -> None:
-        """Let the model run again."""
+        """Let the model run again.
+
+        Raises:
+            ValueError: tensors whose bytes are not the trainer's, by name. The model stays stopped.
+        """
+        if self.problems:
+            raise ValueError("weight update: digests differ (rollout / trainer):\n  " + "\n  ".join(self.problems[:20]))
         self.model.ledger.incomplete = None
 
     def shutdown(self) -> None:

@@ -30,13 +30,11 @@ class WorkerExtension:
     """Methods for ``collective_rpc``; each returns one value per rank, and the first rank's holds the answer."""
 
     def tio_contract(self) -> dict[str, Any]:
-        """What this engine obeys: ``contract``, ``kernels``, ``fingerprint``, ``layout``, ``model`` and ``versions``.
-
-        Raises:
-            ValueError: the plug-in is off in this engine.
-        """
-        contract, model = plugin.active() if plugin.is_active() else None, _model(self)
-        assert contract is not None
+        """What this engine obeys: ``contract``, ``kernels``, ``fingerprint``, ``layout``, ``model`` and ``versions``; or why it obeys none, ``off``."""
+        model, off = self.model_runner.get_model(), _why_off(self)  # type: ignore[attr-defined]
+        if off:
+            return {"off": off}
+        contract = plugin.active()
         return {
             "contract": contract.to_dict(),
             "kernels": kernels.version(),
@@ -71,6 +69,14 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config), safe_open(str(Path(path)), "pt") as file:  # type: ignore[attr-defined]
             _model(self).load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             return len(file.keys())
+
+    def tio_update_problems(self) -> list[str]:
+        """Tensors of the running weight update whose bytes are not the trainer's, ``name: rollout / trainer``."""
+        return list(self.weight_transfer_engine.problems)  # type: ignore[attr-defined]
+
+    def tio_abort_update(self) -> None:
+        """End a weight update that failed on the trainer's side, so that another may start. The model stays stopped until one is finished."""
+        self._weight_update_active = False
 
     def tio_record(self, on: bool = True, prompts: bool = False) -> None:
         """Start or stop recording digests of whole rows of log-probabilities (see :class:`.sampler.RowRecorder`)."""
@@ -136,11 +142,18 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
-def _model(worker: Any) -> Any:
+def _why_off(worker: Any) -> str | None:
     model = worker.model_runner.get_model()
-    if not plugin.is_active() or not hasattr(model, "ledger"):
-        raise ValueError(
-            f"this engine runs stock {type(model).__name__}: tio_megatron is off in it. Start it with TIO_CONTRACT set, or with "
-            "tio_megatron.integrations.vllm.engine_options(...)"
-        )
-    return model
+    if plugin.is_active() and hasattr(model, "ledger"):
+        return None
+    return (
+        f"the rollout engine runs stock {type(model).__name__}: tio_megatron is off in it. Start it with TIO_CONTRACT set, or with "
+        "tio_megatron.integrations.vllm.engine_options(...)"
+    )
+
+
+def _model(worker: Any) -> Any:
+    off = _why_off(worker)
+    if off:
+        raise ValueError(off)
+    return worker.model_runner.get_model()

@@ -22,8 +22,10 @@ MAX_HEAD = 256
 
 
 def _check_heads(what: str, heads: int, groups: int, size: int) -> None:
-    require(groups >= 1 and heads % groups == 0, what, f"{heads} query heads are not a multiple of {groups} key/value heads")
-    require(16 <= size <= MAX_HEAD and size % 16 == 0, what, f"head size {size} is not supported; a multiple of 16 up to {MAX_HEAD} is")
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{what}: {heads} query heads are not a multiple of {groups} key/value heads")
+    if not 16 <= size <= MAX_HEAD or size % 16:
+        raise ValueError(f"{what}: head size {size} is not supported; a multiple of 16 up to {MAX_HEAD} is")
 
 
 def _check_starts(what: str, tokens: int, keys: int, cu_q: Tensor, cu_k: Tensor) -> None:
@@ -114,7 +116,8 @@ def write_pages(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> No
     check_shape("write_pages", "v", v, *k.shape)
     check_dtype("write_pages", "slot_mapping", slot_mapping, torch.int64)
     check_shape("write_pages", "slot_mapping", slot_mapping, -1)
-    require(slot_mapping.shape[0] <= k.shape[0], "write_pages", f"{slot_mapping.shape[0]} slots for {k.shape[0]} tokens")
+    if slot_mapping.shape[0] > k.shape[0]:
+        raise ValueError(f"write_pages: {slot_mapping.shape[0]} slots for {k.shape[0]} tokens")
     cpu.write_pages(k, v, cache, slot_mapping)
 
 
@@ -147,19 +150,20 @@ def attention_paged(
         check_dtype(what, name, tensor, torch.int32)
     result = q.new_zeros(q.shape) if out is None else out
     check_activations(what, {"q": q, "cache": cache, "out": result})
-    require(result.numel() == q.numel() and result.shape[0] == q.shape[0], what, f"out has shape {list(result.shape)} for q {list(q.shape)}")
-    require(result.stride(-1) == 1, what, "the last axis of out must be contiguous")
+    if result.numel() != q.numel() or result.shape[0] != q.shape[0] or result.stride(-1) != 1:
+        raise ValueError(
+            f"{what}: out has shape {list(result.shape)} and strides {list(result.stride())} for q {list(q.shape)}; its last axis must be contiguous"
+        )
     sequences = query_start_loc.shape[0] - 1
-    require(
-        sequences >= 0 and block_table.dim() == 2 and min(block_table.shape[0], seq_lens.shape[0]) >= sequences,
-        what,
-        f"{sequences} sequences, block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)}",
-    )
+    if sequences < 0 or block_table.dim() != 2 or min(block_table.shape[0], seq_lens.shape[0]) < sequences:
+        raise ValueError(f"{what}: {sequences} sequences, block_table {list(block_table.shape)}, seq_lens {list(seq_lens.shape)}")
     cpu.attention_paged(q, cache, block_table, seq_lens, query_start_loc, scale, result.view(q.shape))
     return result
 
 
 def _check_cache(what: str, cache: Tensor, size: int) -> None:
     check_shape(what, "cache", cache, -1, -1, -1, 2 * size)
-    require(cache.shape[2] % KV_BLOCK == 0 and cache.shape[2] > 0, what, f"pages of {cache.shape[2]} keys; a multiple of {KV_BLOCK} is needed")
-    require(cache[0].is_contiguous() if cache.shape[0] else True, what, "a page must be contiguous")
+    if cache.shape[2] % KV_BLOCK or not cache.shape[2]:
+        raise ValueError(f"{what}: pages of {cache.shape[2]} keys; a multiple of {KV_BLOCK} is needed")
+    if not cache.is_contiguous() and not cache[0].is_contiguous():
+        raise ValueError(f"{what}: a page must be contiguous; cache has strides {list(cache.stride())}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tio_megatron.contract import Node
 from tio_megatron.contract.tree import ABSENT, next_power_of_two
-from tio_megatron.kernels.exact import leaf_dot
+from tio_megatron.kernels.exact import row_dot
 
 
 def weighted(rows: Tensor, index: Tensor, probs: Tensor | None) -> Tensor:
@@ -52,5 +52,5 @@ def combine_backward(dout: Tensor, rows: Tensor, index: Tensor, probs: Tensor | 
         at = index[here, j]
         drows[at] = (d[here] if probs is None else d[here] * probs[here, j, None]).to(rows.dtype)
         if dprobs is not None:
-            dprobs[here, j] = leaf_dot(d[here], rows[at].float())
+            dprobs[here, j] = row_dot(d[here], rows[at].float())
     return drows, dprobs

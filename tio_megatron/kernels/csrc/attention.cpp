@@ -93,7 +93,8 @@ void run_task(const Task& task, const Sequence& sequence, const View<const T>& q
       AttentionTile& tile = tiles[i];
       if (tile.sees[tile.rows - 1] <= b * kKeys) continue;
       if (sizes[i] == kFew) {
-        TIO_PICK(few_step<T>)(tile, block, block + kKeys * D, D, scale, b * kKeys, room.scores.get());
+        const T* next = (b + 1) * kKeys < last ? pages.block(sequence.pages[(b + 1) / per_page], task.head, (b + 1) % per_page) : nullptr;
+        TIO_PICK(few_step<T>)(tile, block, block + kKeys * D, next, D, scale, b * kKeys, room.scores.get());
         continue;
       }
       if (!wide) wide = widened(block, room.wide.get(), 2 * kKeys * D);

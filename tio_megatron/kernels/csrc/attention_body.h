@@ -109,15 +109,22 @@ TIO_FN void lanes_step(AttentionTile& tile, const float* kt, const float* v, int
   }
 }
 
+// Where the next `terms` terms of a pass fetch ahead in a block half of 64 * D elements at `at`; null past its end.
+template <int N, class T>
+TIO_INLINE const char* ahead_of(const T* at, int D, int pass, int terms) {
+  const int64_t lines = int(sizeof(T)) * N * W / 64 > 1 ? int(sizeof(T)) * N * W / 64 : 1, begin = pass * lines * terms * 64;
+  return at && begin < int64_t(sizeof(T)) * kKeys * D ? reinterpret_cast<const char*>(at) + begin : nullptr;
+}
+
 // acc[r][d] of `R` rows of a few-tile, for N vectors of d.
 template <int R, int N, class T>
-TIO_INLINE void few_values(const float* p, const T* v, int D, int d, const float* fade, const Counts& counts, bool first, float* acc) {
+TIO_INLINE void few_values(const float* p, const T* v, const T* next, int D, int d, const float* fade, const Counts& counts, bool first, float* acc) {
   F sum[R][N];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) sum[r][n] = first ? zero() : load(acc + r * D + d + n * W) * set1(fade[r]);
-  multiply<R, N>(p, W, v + d, D, 0, counts.fewest, sum);
+  multiply<R, N>(p, W, v + d, D, 0, counts.fewest, sum, ahead_of<N>(next, D, d / (N * W), kKeys));
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     F one[1][N];
@@ -129,15 +136,15 @@ TIO_INLINE void few_values(const float* p, const T* v, int D, int d, const float
   }
 }
 
-// At most R rows. kt and v as they lie in the page; s is scratch for 64 * W numbers.
+// At most R rows. kt and v as they lie in the page, next: the keys of the following block or null; s is scratch for 64 * W numbers.
 template <int R, class T>
-TIO_INLINE void few_rows(AttentionTile& tile, const T* kt, const T* v, int D, float scale, int64_t first, float* s) {
+TIO_INLINE void few_rows(AttentionTile& tile, const T* kt, const T* v, const T* next, int D, float scale, int64_t first, float* s) {
   constexpr int N = W == 16 ? (R <= 4 ? 4 : 2) : (R == 8 ? 1 : R == 4 ? 2 : 4);
   const Counts counts(tile, first, W);
   float by_row[R * kKeys], fades[W];
   for (int k = 0; k < counts.most; k += N * W) {
     F acc[R][N] = {};
-    multiply<R, N>(tile.q, kFew, kt + k, kKeys, 0, D, acc);
+    multiply<R, N>(tile.q, kFew, kt + k, kKeys, 0, D, acc, ahead_of<N>(v, D, k / (N * W), D));
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -153,16 +160,16 @@ TIO_INLINE void few_rows(AttentionTile& tile, const T* kt, const T* v, int D, fl
   }
   store(fades, soften(s, W, counts.of, counts.fewest, counts.most, first == 0, tile.top, tile.sum));
   int d = 0;
-  for (; d + N * W <= D; d += N * W) few_values<R, N>(s, v, D, d, fades, counts, first == 0, tile.acc);
-  for (; d < D; d += W) few_values<R, 1>(s, v, D, d, fades, counts, first == 0, tile.acc);
+  for (; d + N * W <= D; d += N * W) few_values<R, N>(s, v, next, D, d, fades, counts, first == 0, tile.acc);
+  for (; d < D; d += W) few_values<R, 1>(s, v, next, D, d, fades, counts, first == 0, tile.acc);
 }
 
 template <class T>
-TIO_FN void few_step(AttentionTile& tile, const T* kt, const T* v, int D, float scale, int64_t first, float* s) {
-  if (tile.rows == 1) few_rows<1>(tile, kt, v, D, scale, first, s);
-  else if (tile.rows == 2) few_rows<2>(tile, kt, v, D, scale, first, s);
-  else if (tile.rows <= 4) few_rows<4>(tile, kt, v, D, scale, first, s);
-  else few_rows<8>(tile, kt, v, D, scale, first, s);
+TIO_FN void few_step(AttentionTile& tile, const T* kt, const T* v, const T* next, int D, float scale, int64_t first, float* s) {
+  if (tile.rows == 1) few_rows<1>(tile, kt, v, next, D, scale, first, s);
+  else if (tile.rows == 2) few_rows<2>(tile, kt, v, next, D, scale, first, s);
+  else if (tile.rows <= 4) few_rows<4>(tile, kt, v, next, D, scale, first, s);
+  else few_rows<8>(tile, kt, v, next, D, scale, first, s);
 }
 
 // Query rows into tile.q[D][L], or [D][8]; missing rows repeat the first.

@@ -14,21 +14,12 @@ struct Squares {
   TIO_INLINE static F step(F t, F sum) { return fma(t, t, sum); }
 };
 
-// exp(x - max); stores the exponentials when `keep` is not null.
+// exp(x - max).
 struct Exponentials {
   const float* const* at;
   const float* max;
-  float* const* keep;
-  TIO_INLINE F term(int i, int k) const {
-    const F e = exp(load(at[i] + k) - set1(max[i]));
-    if (keep) store(keep[i] + k, e);
-    return e;
-  }
-  TIO_INLINE F term(int i, int k, int n) const {
-    const F e = exp(load(at[i] + k, n) - set1(max[i]));
-    if (keep) store(keep[i] + k, e, n);
-    return e;
-  }
+  TIO_INLINE F term(int i, int k) const { return exp(load(at[i] + k) - set1(max[i])); }
+  TIO_INLINE F term(int i, int k, int n) const { return exp(load(at[i] + k, n) - set1(max[i])); }
   TIO_INLINE static F step(F t, F sum) { return sum + t; }
 };
 
@@ -58,35 +49,42 @@ template <class Products>
 TIO_INLINE F product_chains(const Products& products, int length) {
   F sum = zero(), a[W], b[W];
   int k = 0;
-  for (; k < length; k += W) {
-    const int n = length - k < W ? length - k : W;
+  for (; k + W <= length; k += W) {
 #pragma GCC unroll 16
-    for (int i = 0; i < W; i++) products.pair(i, k, n, a[i], b[i]);
+    for (int i = 0; i < W; i++) products.pair(i, k, a[i], b[i]);
     transpose(a);
     transpose(b);
-    for (int i = 0; i < n; i++) sum = fma(a[i], b[i], sum);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sum = fma(a[i], b[i], sum);
+  }
+  if (k < length) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) products.pair(i, k, a[i], b[i], length - k);
+    transpose(a);
+    transpose(b);
+    for (int i = 0; i < length - k; i++) sum = fma(a[i], b[i], sum);
   }
   return sum;
 }
 
-// One leaf's sum over the last axis for several rows: chains of 256 terms, the last one shorter, joined by the tree. A source aims lane
+// The sum along a row, for several rows: chains of kRowChain terms, the last one shorter, joined by the tree. A source aims lane
 // `lane` at term `begin` of row `row`, and sums the W chains it is aimed at. `parts` holds rows * chains numbers.
 template <class Source>
-TIO_INLINE void leaf_sums(Source& source, int rows, int64_t terms, float* parts, float* sums) {
-  const int full = int(terms / kChain), rest = int(terms % kChain), count = full + (rest > 0);
+TIO_INLINE void row_sums(Source& source, int rows, int64_t terms, float* parts, float* sums) {
+  const int full = int(terms / kRowChain), rest = int(terms % kRowChain), count = full + (rest > 0);
   float lanes[W];
   for (int s0 = 0; s0 < rows * full; s0 += W) {
     const int n = rows * full - s0 < W ? rows * full - s0 : W;
     for (int i = 0; i < W; i++) {
       const int s = s0 + (i < n ? i : 0);
-      source.aim(i, s / full, int64_t(s % full) * kChain);
+      source.aim(i, s / full, int64_t(s % full) * kRowChain);
     }
-    store(lanes, source.sum(kChain));
+    store(lanes, source.sum(kRowChain));
     for (int i = 0; i < n; i++) parts[(s0 + i) / full * count + (s0 + i) % full] = lanes[i];
   }
   for (int r0 = 0; rest && r0 < rows; r0 += W) {
     const int n = rows - r0 < W ? rows - r0 : W;
-    for (int i = 0; i < W; i++) source.aim(i, r0 + (i < n ? i : 0), int64_t(full) * kChain);
+    for (int i = 0; i < W; i++) source.aim(i, r0 + (i < n ? i : 0), int64_t(full) * kRowChain);
     store(lanes, source.sum(rest));
     for (int i = 0; i < n; i++) parts[(r0 + i) * count + full] = lanes[i];
   }

@@ -106,7 +106,7 @@ int backward(const D* dout, int64_t dout_stride, const T* rows, int64_t stride, 
 #pragma omp parallel num_threads(useful_threads(threads, count * H * 2)) reduction(| : failed)
   {
     FloatMode mode;
-    Scratch<float> parts(size_t(kChoices * (H / kChain + 1)));
+    Scratch<float> parts(size_t(kChoices * (H / kRowChain + 1)));
     if (!parts.get()) failed = 1;
 #pragma omp for schedule(static)
     for (int64_t c0 = 0; c0 < count; c0 += kChoices) {

@@ -36,10 +36,9 @@ TIO_FN void combine_token(const T* rows, int64_t stride, const Leaf* leaves, int
 // to = round(d * prob).
 template <class D, class T>
 TIO_FN void weighted_row(const D* d, float prob, int64_t H, T* to) {
-  for (int64_t c = 0; c < H; c += W) {
-    const int n = int(H - c < W ? H - c : W);
-    store(to + c, load(d + c, n) * set1(prob), n);
-  }
+  int64_t c = 0;
+  for (; c + W <= H; c += W) store(to + c, load(d + c) * set1(prob));
+  if (c < H) store(to + c, load(d + c, int(H - c)) * set1(prob), int(H - c));
 }
 
 template <class D, class T>
@@ -52,7 +51,11 @@ struct RowProducts {
     d_at[lane] = d[r] + begin;
     row_at[lane] = row[r] + begin;
   }
-  TIO_INLINE void pair(int i, int k, int n, F& a, F& b) const {
+  TIO_INLINE void pair(int i, int k, F& a, F& b) const {
+    a = load(d_at[i] + k);
+    b = load(row_at[i] + k);
+  }
+  TIO_INLINE void pair(int i, int k, F& a, F& b, int n) const {
     a = load(d_at[i] + k, n);
     b = load(row_at[i] + k, n);
   }
@@ -63,5 +66,5 @@ struct RowProducts {
 template <class D, class T>
 TIO_FN void row_products(const D* const* d, const T* const* row, int count, int64_t H, float* parts, float* sums) {
   RowProducts<D, T> source{d, row, {}, {}};
-  leaf_sums(source, count, H, parts, sums);
+  row_sums(source, count, H, parts, sums);
 }

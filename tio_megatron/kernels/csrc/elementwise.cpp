@@ -39,8 +39,7 @@ void swiglu_backward(const T* dy, const T* x, T* dx, int64_t rows, int64_t n, in
 template <class T>
 void rope(const Rows<const T>& x, int64_t tokens, int64_t heads, int64_t D, const int64_t* positions, const float* table, int64_t half, float sign, T* y, int threads) {
   in_pieces(tokens, 1, heads * D * 2, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++)
-      for (int64_t h = 0; h < heads; h++) TIO_PICK(rotate<T>)(x[t * heads + h], table + positions[t] * 2 * half, half, D, sign, y + (t * heads + h) * D);
+    for (int64_t t = begin; t < end; t++) TIO_PICK(rotate<T>)(x, t * heads, heads, table + positions[t] * 2 * half, half, D, sign, y + t * heads * D);
   });
 }
 

@@ -33,10 +33,9 @@ TIO_INLINE F silu_slope(F x) {
 
 template <class T>
 TIO_FN void silu_backward(const T* dy, const T* x, T* dx, int64_t n) {
-  for (int64_t k = 0; k < n; k += W) {
-    const int w = int(n - k < W ? n - k : W);
-    store(dx + k, load(dy + k, w) * silu_slope(load(x + k, w)), w);
-  }
+  int64_t k = 0;
+  for (; k + W <= n; k += W) store(dx + k, load(dy + k) * silu_slope(load(x + k)));
+  if (k < n) store(dx + k, load(dy + k, int(n - k)) * silu_slope(load(x + k, int(n - k))), int(n - k));
 }
 
 // What a store to T and a load give back.
@@ -51,25 +50,52 @@ TIO_FN void swiglu_row(const T* gate, const T* up, T* y, int64_t n) {
 }
 
 template <class T>
-TIO_FN void swiglu_row_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t n) {
-  for (int64_t k = 0; k < n; k += W) {
-    const int w = int(n - k < W ? n - k : W);
-    const F d = load(dy + k, w), g = load(gate + k, w);
-    store(dgate + k, (d * load(up + k, w)) * silu_slope(g), w);
-    store(dup + k, d * rounded(Silu::of(g), T{}), w);
-  }
+TIO_INLINE void swiglu_gradient(F d, F gate, F up, F& dgate, F& dup) {
+  const F one = set1(1.0f), below = one + exp(-gate), s = one / below;
+  dgate = (d * up) * (s * fma(gate, one - s, one));
+  dup = d * rounded(gate / below, T{});
 }
 
-// One head: the first 2 * half of its D elements rotated, the others kept. `sign` is 1, or -1 to rotate back.
 template <class T>
-TIO_FN void rotate(const T* x, const float* cos_sin, int64_t half, int64_t D, float sign, T* y) {
-  for (int64_t k = 0; k < half; k += W) {
-    const int w = int(half - k < W ? half - k : W);
-    const F a = load(x + k, w), b = load(x + half + k, w), c = load(cos_sin + k, w), s = load(cos_sin + half + k, w) * set1(sign);
-    store(y + k, fma(a, c, -(b * s)), w);
-    store(y + half + k, fma(b, c, a * s), w);
+TIO_FN void swiglu_row_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t n) {
+  F a, b;
+  int64_t k = 0;
+  for (; k + W <= n; k += W) {
+    swiglu_gradient<T>(load(dy + k), load(gate + k), load(up + k), a, b);
+    store(dgate + k, a);
+    store(dup + k, b);
   }
-  for (int64_t k = 2 * half; k < D; k++) y[k] = x[k];
+  if (k == n) return;
+  const int w = int(n - k);
+  swiglu_gradient<T>(load(dy + k, w), load(gate + k, w), load(up + k, w), a, b);
+  store(dgate + k, a, w);
+  store(dup + k, b, w);
+}
+
+// W numbers of each half from k on, or the last n.
+template <class T>
+TIO_INLINE void rotate_pair(const T* x, const float* cos_sin, int64_t half, int64_t k, F sign, T* y) {
+  const F a = load(x + k), b = load(x + half + k), c = load(cos_sin + k), s = load(cos_sin + half + k) * sign;
+  store(y + k, fma(a, c, -(b * s)));
+  store(y + half + k, fma(b, c, a * s));
+}
+template <class T>
+TIO_INLINE void rotate_pair(const T* x, const float* cos_sin, int64_t half, int64_t k, F sign, T* y, int n) {
+  const F a = load(x + k, n), b = load(x + half + k, n), c = load(cos_sin + k, n), s = load(cos_sin + half + k, n) * sign;
+  store(y + k, fma(a, c, -(b * s)), n);
+  store(y + half + k, fma(b, c, a * s), n);
+}
+
+// The heads of one token: the first 2 * half of their D elements rotated, the others kept. `sign` is 1, or -1 to rotate back.
+template <class T>
+TIO_FN void rotate(const Rows<const T>& x, int64_t row, int64_t heads, const float* cos_sin, int64_t half, int64_t D, float sign, T* y) {
+  for (int64_t h = 0; h < heads; h++, y += D) {
+    const T* from = x[row + h];
+    int64_t k = 0;
+    for (; k + W <= half; k += W) rotate_pair(from, cos_sin, half, k, set1(sign), y);
+    if (k < half) rotate_pair(from, cos_sin, half, k, set1(sign), y, int(half - k));
+    for (k = 2 * half; k < D; k++) y[k] = from[k];
+  }
 }
 
 // Columns [c0, c1) of parts[P][n], summed by the tree over P.

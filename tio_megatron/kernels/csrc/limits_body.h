@@ -12,7 +12,7 @@ TIO_FN float fma_rounds(int64_t rounds) {
   for (int i = 1; i < n; i++) sum = sum + acc[i];
   return sum[0];
 }
-TIO_FN double flops_of_rounds(int64_t rounds) { return 2.0 * double(rounds) * W * (W == 16 ? 24 : 12); }
+TIO_FN double operations_of(int64_t rounds) { return 2.0 * double(rounds) * W * (W == 16 ? 24 : 12); }
 
 // Reads `bytes` (a multiple of 1024) in ascending order.
 TIO_FN int32_t read_memory(const char* from, int64_t bytes) {

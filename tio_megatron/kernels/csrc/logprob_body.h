@@ -29,12 +29,12 @@ TIO_FN void block_sums(const float* x, int64_t n, int64_t block, float top, floa
   for (int64_t b = 0; b < full; b += W) {
     const int count = int(full - b < W ? full - b : W);
     for (int i = 0; i < W; i++) at[i] = x + (b + (i < count ? i : 0)) * block;
-    store(lanes, chains(Exponentials{at, max, nullptr}, int(block)));
+    store(lanes, chains(Exponentials{at, max}, int(block)));
     for (int i = 0; i < count; i++) leaves[b + i] = lanes[i];
   }
   if (!rest) return;
   for (int i = 0; i < W; i++) at[i] = x + full * block;
-  store(lanes, chains(Exponentials{at, max, nullptr}, int(rest)));
+  store(lanes, chains(Exponentials{at, max}, int(rest)));
   leaves[full] = lanes[0];
 }
 

@@ -28,7 +28,7 @@ int norm(const Rows<const T>& x, const Rows<const T>* residual, T* total, int64_
 #pragma omp parallel num_threads(useful_threads(threads, rows * H)) reduction(| : failed)
   {
     FloatMode mode;
-    Scratch<float> parts(size_t(kTileRows * (H / kChain + 1)));
+    Scratch<float> parts(size_t(kTileRows * (H / kRowChain + 1)));
     if (!parts.get()) failed = 1;
 #pragma omp for schedule(static)
     for (int64_t r0 = 0; r0 < rows; r0 += kTileRows) {
@@ -56,12 +56,12 @@ template <class T>
 int backward(const Rows<const T>& dy, const Rows<const T>& x, int64_t rows, int64_t H, const float* w, float eps, T* dx, float* dw, int threads) {
   Scratch<float> inverse(size_t(rows + kTileRows));
   if (!inverse.get()) return 1;
-  const int64_t chunks = (rows + kChain - 1) / kChain;
+  const int64_t chunks = (rows + kRowChain - 1) / kRowChain;
   int failed = 0;
 #pragma omp parallel num_threads(useful_threads(threads, rows * H)) reduction(| : failed)
   {
     FloatMode mode;
-    Scratch<float> parts(size_t(kTileRows * (H / kChain + 1))), stack(size_t(70 * kColumns));
+    Scratch<float> parts(size_t(kTileRows * (H / kRowChain + 1))), stack(size_t(70 * kColumns));
     if (!parts.get() || !stack.get()) failed = 1;
 #pragma omp for schedule(static)
     for (int64_t r0 = 0; r0 < rows; r0 += kTileRows) {
@@ -79,8 +79,8 @@ int backward(const Rows<const T>& dy, const Rows<const T>& x, int64_t rows, int6
       const int n = int(std::min<int64_t>(kColumns, H - c0));
       int height = 0;
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int length = int(std::min<int64_t>(kChain, rows - chunk * kChain));
-        TIO_PICK(weight_chain<T>)(dy, x, inverse.get(), chunk * kChain, length, c0, n, stack.get() + height++ * kColumns);
+        const int length = int(std::min<int64_t>(kRowChain, rows - chunk * kRowChain));
+        TIO_PICK(weight_chain<T>)(dy, x, inverse.get(), chunk * kRowChain, length, c0, n, stack.get() + height++ * kColumns);
         for (int m = merges_after(chunk, chunks); m > 0; m--, height--) {
           float *left = stack.get() + (height - 2) * kColumns, *right = left + kColumns;
           for (int c = 0; c < n; c++) left[c] = left[c] + right[c];

@@ -23,7 +23,11 @@ struct GradientSource {
     x_at[lane] = x[row] + begin;
     w_at[lane] = w + begin;
   }
-  TIO_INLINE void pair(int i, int k, int n, F& a, F& b) const {
+  TIO_INLINE void pair(int i, int k, F& a, F& b) const {
+    a = load(dy_at[i] + k) * load(w_at[i] + k);
+    b = load(x_at[i] + k);
+  }
+  TIO_INLINE void pair(int i, int k, F& a, F& b, int n) const {
     a = load(dy_at[i] + k, n) * load(w_at[i] + k, n);
     b = load(x_at[i] + k, n);
   }
@@ -34,7 +38,7 @@ struct GradientSource {
 template <class T>
 TIO_INLINE void inverse_rms(const T* const* x, int rows, int64_t H, float eps, float* parts, float* inverse) {
   SquareSource<T> source{x, {}};
-  leaf_sums(source, rows, H, parts, inverse);
+  row_sums(source, rows, H, parts, inverse);
   for (int r = 0; r < rows; r += W) {
     const int n = rows - r < W ? rows - r : W;
     store(inverse + r, set1(1.0f) / sqrt(load(inverse + r, n) / set1(float(H)) + set1(eps)), n);
@@ -68,14 +72,14 @@ TIO_FN void norm_rows_backward(const T* const* dy, const T* const* x, int rows, 
   float products[kTileRows];
   inverse_rms(x, rows, H, eps, parts, inverse);
   GradientSource<T> source{dy, x, w, {}, {}, {}};
-  leaf_sums(source, rows, H, parts, products);
+  row_sums(source, rows, H, parts, products);
   for (int r = 0; r < rows; r++) {
     const F inv = set1(inverse[r]), factor = set1(((products[r] / float(H)) * inverse[r]) * inverse[r]);
-    for (int64_t k = 0; k < H; k += W) {
-      const int n = int(H - k < W ? H - k : W);
-      const F g = load(dy[r] + k, n) * load(w + k, n);
-      store(dx + r * H + k, (g - load(x[r] + k, n) * factor) * inv, n);
-    }
+    T* to = dx + r * H;
+    int64_t k = 0;
+    for (; k + W <= H; k += W) store(to + k, (load(dy[r] + k) * load(w + k) - load(x[r] + k) * factor) * inv);
+    const int n = int(H - k);
+    if (n) store(to + k, (load(dy[r] + k, n) * load(w + k, n) - load(x[r] + k, n) * factor) * inv, n);
   }
 }
 

@@ -11,6 +11,8 @@
 namespace tio {
 
 constexpr int kChain = 256;
+constexpr int kRowChain = 32;    // of a sum along a row, or over rows
+constexpr int kRouterChain = 8;  // of the router's sum over experts
 
 // A chain. Its terms lie in memory from begin[0] on and, where it crosses from the first half of a paired axis into the second, after
 // `split` terms from begin[1] on.

@@ -1,6 +1,9 @@
 // The product's C interface: linear, matmul and grouped products. Cuts the work in tasks; a task's shape never changes a byte.
 #include "product.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #include <new>
 #include <vector>
 
@@ -139,6 +142,16 @@ TIO_API int tio_grouped_wgrad(const void* dy, int dy_type, int64_t dy_row, const
 TIO_API int tio_pack(const void* w, int type, int64_t row, int64_t col, int64_t N, int64_t K, void* to, int threads) {
   if (type == kBFloat16) pack(static_cast<const bf16*>(w), row, col, N, K, static_cast<bf16*>(to), threads, false);
   else pack(static_cast<const float*>(w), row, col, N, K, static_cast<float*>(to), threads, false);
+  return 0;
+}
+
+// Asks for large pages below memory that nobody has written yet: a packed weight is read from end to end, and one page of 2 MiB in
+// place of 512 saves the processor's look-ups. Advice only: where the system declines, nothing changes.
+TIO_API int tio_advise(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t page = 4096, first = (uintptr_t(memory) + page - 1) / page * page, last = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
   return 0;
 }
 

@@ -1,6 +1,6 @@
-// Routing of W tokens side by side: each lane's sum over experts is one ascending chain.
+// Routing of W tokens side by side, one in each lane.
 #include "elementary.h"
-#include "chains.h"
+#include "transpose.h"
 
 TIO_INLINE float largest_of(const float* x, int64_t n) {
   F top = set1(-__builtin_inff());
@@ -11,6 +11,31 @@ TIO_INLINE float largest_of(const float* x, int64_t n) {
   for (int i = 0; i < W; i++) best = lanes[i] > best ? lanes[i] : best;
   for (; k < n; k++) best = x[k] > best ? x[k] : best;
   return best;
+}
+
+// Sums of exp(x - max) over the experts of W tokens, one in each lane: chains of kRouterChain, joined by the tree. Keeps the exponentials.
+TIO_INLINE F sum_exponentials(const float* const* x, const float* max, float* const* keep, int64_t E) {
+  const int64_t chains = (E + kRouterChain - 1) / kRouterChain;
+  F stack[64], sum = zero();
+  int height = 0;
+  for (int64_t e = 0; e < E; e += W) {
+    const int n = int(E - e < W ? E - e : W);
+    F r[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) {
+      r[i] = exp(load(x[i] + e, n) - set1(max[i]));
+      store(keep[i] + e, r[i], n);
+    }
+    transpose(r);
+    for (int i = 0; i < n; i++) {
+      sum = sum + r[i];
+      if ((e + i + 1) % kRouterChain && e + i + 1 < E) continue;
+      for (int m = merges_after((e + i) / kRouterChain, chains); m > 0; m--) sum = stack[--height] + sum;
+      stack[height++] = sum;
+      sum = zero();
+    }
+  }
+  return stack[0];
 }
 
 // Softmax of rows of logits[tokens, E] into p[tokens, E].
@@ -24,7 +49,7 @@ TIO_FN void softmax_rows(const float* logits, int tokens, int64_t E, float* p) {
       keep[i] = p + t * E;
       top[i] = largest_of(at[i], E);
     }
-    store(lanes, chains(Exponentials{at, top, keep}, int(E)));
+    store(lanes, sum_exponentials(at, top, keep, E));
     for (int t = t0; t < tokens && t < t0 + W; t++) {
       const F sum = set1(lanes[t - t0]);
       for (int64_t e = 0; e < E; e += W) {

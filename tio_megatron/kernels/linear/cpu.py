@@ -18,6 +18,7 @@ _output = (pointer, integer, size)
 _product = bind("tio_product", *_activation, *_weights, pointer, size, size, size, integer, *_output, integer)
 _pack = bind("tio_pack", pointer, integer, size, size, size, size, pointer, integer)
 _unpack = bind("tio_unpack", pointer, integer, size, size, pointer, size, integer)
+_advise = bind("tio_advise", pointer, size)
 _PACKED_STRIDES = (0, 0)
 
 
@@ -69,7 +70,9 @@ def unpack_from(packed: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def empty_packed(n: int, k: int, dtype: torch.dtype, *leading: int) -> torch.Tensor:
     """Memory for ``[..., panels, K, 32]``."""
-    return torch.empty(*leading, -(-n // PANEL), k, PANEL, dtype=dtype)
+    packed = torch.empty(*leading, -(-n // PANEL), k, PANEL, dtype=dtype)
+    _advise(packed.data_ptr(), packed.nbytes)
+    return packed
 
 
 class PackedWeight:

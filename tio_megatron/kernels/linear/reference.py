@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 
 from tio_megatron.contract import ReductionTree
-from tio_megatron.kernels.exact import leaf_dot
+from tio_megatron.kernels.exact import chain_dot
+
+CHAIN = 256
+"""Terms of one fused multiply-add chain of a product."""
 
 
 def leaf(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """One leaf of the product of ``[M, k]`` and ``[N, k]``: ``[M, N]`` fp32."""
-    return leaf_dot(a[:, None], b[None])
+    parts = [chain_dot(x[:, None], y[None]) for x, y in zip(a.split(CHAIN, 1), b.split(CHAIN, 1), strict=True)]
+    return ReductionTree(len(parts)).reduce(parts)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.float32, paired: bool = False) -> torch.Tensor:

@@ -21,7 +21,7 @@ def _check(what: str, logits: Tensor) -> None:
 
 
 def scores(logits: Tensor) -> Tensor:
-    """Softmax over all experts of ``logits[T, E]`` fp32, ascending. A NaN logit makes its own row NaN. No autograd.
+    """Softmax over all experts of ``logits[T, E]`` fp32, the sum in chains of 8 experts joined by the tree. A NaN logit makes its own row NaN. No autograd.
 
     Raises:
         ValueError: not an fp32 matrix on the CPU.

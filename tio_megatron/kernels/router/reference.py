@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tio_megatron.kernels.exact import chain_sum
+from tio_megatron.kernels.exact import ROUTER_CHAIN, chain_sum, chained_sum
 from tio_megatron.kernels.math import reference as m
 
 
 def scores(logits: Tensor) -> Tensor:
-    """Softmax of ``logits[T, E]`` fp32: exp(l - max) over their sum by ascending expert, one division each.
+    """Softmax of ``logits[T, E]`` fp32: exp(l - max) over their sum (chains of 8 experts joined by the tree), one division each.
 
     NaN logits do not count as the maximum; through the sum they make the whole row NaN.
     """
     top = torch.where(logits.isnan(), float("-inf"), logits).amax(-1, keepdim=True)
     p = m.exp(logits - top)
-    return p / chain_sum(p).unsqueeze(-1)
+    return p / chained_sum(p, ROUTER_CHAIN).unsqueeze(-1)
 
 
 def route(logits: Tensor, top_k: int, normalise: bool = True) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import moe_world as world
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from tio_megatron.testing import assert_same_bytes, first_mismatch, poison
 BOTH = ("alltoall", "allgather")
 
 
-def forward(world, row, x, padding=None, change=None):
+def forward(row, x, padding=None, change=None):
     """The whole output, from this row's ranks; ``change(layer)`` may edit the layer first."""
 
     def work(rank):
@@ -24,11 +25,11 @@ def forward(world, row, x, padding=None, change=None):
 
 
 @pytest.mark.parametrize("way", BOTH)
-def test_case_3_and_4_the_owner_of_a_token_does_not_matter(world, way):
+def test_case_3_and_4_the_owner_of_a_token_does_not_matter(way):
     """The same samples on other ranks: every token's bytes move with it. A ring that starts at the owner fails this."""
     row = world.Row(ep=4, way=way, k=4)
     x = world.problem(row).x
-    here, there = forward(world, row, x), forward(world, row, x.roll(1, 1))
+    here, there = forward(row, x), forward(row, x.roll(1, 1))
     assert_same_bytes(there, here.roll(1, 1), "samples on another rank")
     if way == "allgather":
         plant = world.PLANTS["ring_from_owner"]
@@ -43,7 +44,7 @@ def test_case_3_and_4_the_owner_of_a_token_does_not_matter(world, way):
         assert first_mismatch(world.gather(found, "b"), world.gather(found, "a").roll(1, 1)) is not None
 
 
-def test_case_7_ties_go_to_the_lower_id_on_every_layout(world):
+def test_case_7_ties_go_to_the_lower_id_on_every_layout():
     """Experts 2, 5 and 11 have one router row, made the best of all: rank k = 2 cuts through a tie."""
     alike = [2, 5, 11]
 
@@ -61,10 +62,10 @@ def test_case_7_ties_go_to_the_lower_id_on_every_layout(world):
             return layer.router(world.own(row, x))[1].unique(dim=0).tolist()
 
         assert all(found == [[2, 5]] for found in world.run(row, ids))
-        assert_same_bytes(forward(world, row, x, change=tie), forward(world, row.alone, x, change=tie), way)
+        assert_same_bytes(forward(row, x, change=tie), forward(row.alone, x, change=tie), way)
 
 
-def test_case_7_bf16_logits_would_tie(world):
+def test_case_7_bf16_logits_would_tie():
     """Negative control: among 128 experts, logits rounded to bf16 tie at rank k in some percent of the rows, fp32 logits in none."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(4096, 128, generator=g)
@@ -72,7 +73,7 @@ def test_case_7_bf16_logits_would_tie(world):
     assert ties(logits.bfloat16()) > 0.01 and ties(logits) == 0.0
 
 
-def test_case_8_one_rule_for_probabilities(world):
+def test_case_8_one_rule_for_probabilities():
     """The chosen probabilities of the softmax over all experts, with and without making them sum to one."""
     row = world.Row(k=4)
     p = world.problem(row)
@@ -90,7 +91,7 @@ def test_case_8_one_rule_for_probabilities(world):
 
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (4, 2, 2)], ids=str)
-def test_case_9_padding_is_never_routed_and_moves_nothing(world, way, layout):
+def test_case_9_padding_is_never_routed_and_moves_nothing(way, layout):
     """Padding tokens may hold anything, NaN included: real tokens keep their bytes, padding gets +0."""
     row = world.Row(*layout, way=way, k=4)
     x = world.problem(row).x
@@ -98,24 +99,24 @@ def test_case_9_padding_is_never_routed_and_moves_nothing(world, way, layout):
     padding[150:, 1] = padding[3:, 2] = True
     dirty = x.clone()
     dirty[padding] = float("nan")
-    out = forward(world, row, dirty, padding)
+    out = forward(row, dirty, padding)
     assert_same_bytes(out[~padding], world.alone(row)["out"][~padding], "real tokens")
     assert_same_bytes(out[padding], torch.zeros_like(out[padding]), "padding")
 
 
 @pytest.mark.parametrize("way", BOTH)
-def test_case_9_more_padding_at_the_end_moves_nothing(world, way):
+def test_case_9_more_padding_at_the_end_moves_nothing(way):
     row = world.Row(tp=2, ep=2, etp=1, way=way, k=8)
     x = world.problem(row).x
     longer = torch.cat((x, torch.randn(24, *x.shape[1:])))
     padding = torch.zeros(longer.shape[:2], dtype=torch.bool)
     padding[world.S :] = True
-    assert_same_bytes(forward(world, row, longer, padding)[: world.S], world.alone(row)["out"], "longer")
+    assert_same_bytes(forward(row, longer, padding)[: world.S], world.alone(row)["out"], "longer")
 
 
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("layout", [(1, 4, 1), (4, 2, 2), (2, 1, 2)], ids=str)
-def test_case_11_ranks_without_rows_or_tokens(world, way, layout):
+def test_case_11_ranks_without_rows_or_tokens(way, layout):
     """Every token goes to experts 0 and 1, so most ranks get no row; then one data-parallel rank has padding alone. Forward and backward."""
     row = world.Row(*layout, way=way, k=2)
     p = world.problem(row)
@@ -141,12 +142,12 @@ def test_case_11_ranks_without_rows_or_tokens(world, way, layout):
 
 
 @pytest.mark.parametrize("way", BOTH)
-def test_case_12_nan_stays_in_its_token(world, way):
+def test_case_12_nan_stays_in_its_token(way):
     """Buffers are poisoned in ``forward``; a NaN in one token reaches no other."""
     row = world.Row(tp=2, ep=2, etp=2, way=way, k=4)
     x = world.problem(row).x.clone()
     x[17, 3] = float("nan")
-    out = forward(world, row, x)
+    out = forward(row, x)
     clean = world.alone(row)["out"]
     other = torch.ones(out.shape[:2], dtype=torch.bool)
     other[17, 3] = False
@@ -156,7 +157,7 @@ def test_case_12_nan_stays_in_its_token(world, way):
 
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("experts, ep", [(12, 2), (12, 4), (6, 2)])
-def test_experts_per_rank_need_not_be_a_power_of_two(world, way, experts, ep):
+def test_experts_per_rank_need_not_be_a_power_of_two(way, experts, ep):
     row = world.Row(ep=ep, way=way, k=4, experts=experts)
     p = world.problem(row)
     results = world.run(row, lambda rank: world.step(world.build(row), row, p.x, p.dout))
@@ -164,7 +165,7 @@ def test_experts_per_rank_need_not_be_a_power_of_two(world, way, experts, ep):
         assert_same_bytes(world.gather(results, name), world.alone(row)[name], name)
 
 
-def test_minus_zero_survives(world):
+def test_minus_zero_survives():
     """A token whose expert rows are all -0 gets -0, whatever travels: absent terms are skipped, not added."""
     for way in BOTH:
         row = world.Row(ep=4, way=way, k=4)
@@ -176,11 +177,11 @@ def test_minus_zero_survives(world):
                     w2.fill_(-1.0)
 
         x = world.problem(row).x
-        out = forward(world, row, x, change=negative)
-        assert_same_bytes(out, forward(world, row.alone, x, change=negative), way)
+        out = forward(row, x, change=negative)
+        assert_same_bytes(out, forward(row.alone, x, change=negative), way)
 
 
-def test_shared_experts_in_every_layout(world):
+def test_shared_experts_in_every_layout():
     """A shared expert of width 64 beside the routed ones: the same bytes over tensor-parallel ranks."""
 
     def work(rank, row):
@@ -204,7 +205,7 @@ def test_shared_experts_in_every_layout(world):
 
 
 @pytest.mark.parametrize("fields", [dict(tp=2, etp=2), dict(tp=4, etp=4), dict(ep=4, way="allgather", k=8)], ids=["etp2", "etp4", "ep4-allgather"])
-def test_control_stock_differs(world, fields):
+def test_control_stock_differs(fields):
     """Megatron's own layer gives other bytes in these layouts, in fp32."""
     row = world.Row(grouped=False, **fields)
     x = world.problem(row).x

@@ -1,5 +1,6 @@
 """An expert layer gives the same bytes in every layout, and every row notices a wrong order planted on that same row."""
 
+import moe_world as world
 import pytest
 
 from tio_megatron.testing import assert_same_bytes, first_mismatch
@@ -18,16 +19,14 @@ def table():
         for tp, ep, etp in layouts:
             for way in ("alltoall", "allgather"):
                 for i, (k, dtype, grouped) in enumerate(VARIANTS):
-                    fields = dict(tp=tp, ep=ep, etp=etp, way=way, k=k, dtype=dtype, grouped=grouped, inference=inference)
+                    row = world.Row(tp=tp, ep=ep, etp=etp, way=way, k=k, dtype=dtype, grouped=grouped, inference=inference)
                     mark = () if i == turn % len(VARIANTS) else (pytest.mark.full,)
-                    name = f"tp{tp}-ep{ep}-etp{etp}-{way}-k{k}-{dtype}-{'grouped' if grouped else 'sequential'}{'-inference' if inference else ''}"
-                    yield pytest.param(fields, marks=mark, id=name)
+                    yield pytest.param(row, marks=mark, id=str(row))
                 turn += 1
 
 
-@pytest.mark.parametrize("fields", table())
-def test_every_layout_gives_the_bytes_of_one_rank(world, fields):
-    row = world.Row(**fields)
+@pytest.mark.parametrize("row", table())
+def test_every_layout_gives_the_bytes_of_one_rank(row):
     p, expected, plants = world.problem(row), world.alone(row), world.plants_for(row)
 
     def work(rank):

@@ -2,6 +2,7 @@
 
 import functools
 
+import moe_models as models
 import pytest
 
 from tio_megatron.testing import run_ranks
@@ -17,15 +18,15 @@ LAYOUTS = [
 
 
 @functools.cache
-def alone(models):
+def alone():
     return run_ranks(1, models.train, models.Row(), timeout=300)[0]
 
 
 @pytest.mark.parametrize("fields", LAYOUTS, ids=lambda f: "-".join(f"{k}{v}" for k, v in f.items()))
-def test_gradients_and_one_step(models, fields):
+def test_gradients_and_one_step(fields):
     row = models.Row(**fields)
     results = run_ranks(row.world, models.train, row, timeout=300)
-    loss, gradients, weights = alone(models)
+    loss, gradients, weights = alone()
     losses = [each for each, *_ in results if each is not None]  # of the last pipeline stage; every data-parallel rank has its own samples
     assert abs(sum(losses) / len(losses) - loss) < 1e-5
     for name, theirs in gradients.items():

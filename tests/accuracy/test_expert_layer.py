@@ -2,6 +2,7 @@
 
 import functools
 
+import moe_world as world
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -26,11 +27,11 @@ def exact(p, k, normalise=True, dtype=torch.float64):
 
 
 @functools.cache
-def reference(world, row, normalise=True):
+def reference(row, normalise=True):
     return exact(world.problem(row), row.k, normalise)
 
 
-def everything(world, row, **fields):
+def everything(row, **fields):
     """Output and gradients of the whole layer from the row's ranks, summed in float64 where several ranks hold a part of one gradient."""
     p, n, width = world.problem(row), row.experts, world.WIDTH
 
@@ -62,35 +63,35 @@ def error(a, b):
 
 @pytest.mark.parametrize("way", ["alltoall", "allgather"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "tp{}-ep{}-etp{}".format(*sizes))
-def test_fp32_gradients_are_right_in_every_layout(world, layout, way):
+def test_fp32_gradients_are_right_in_every_layout(layout, way):
     row = world.Row(*layout, way=way, k=4)
-    found, true = everything(world, row), reference(world, row.alone)
+    found, true = everything(row), reference(row.alone)
     for name, value in true.items():
         assert error(found[name], value) < 2e-6, name
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_bf16_gradients_are_right(world, grouped):
+def test_bf16_gradients_are_right(grouped):
     """Inputs and weights are the same bf16 numbers on both sides; each rounding to bf16 costs at most 2^-9."""
     row = world.Row(tp=2, ep=2, way="allgather", k=8, dtype="bf16", grouped=grouped)
-    found, true = everything(world, row), reference(world, row.alone)
+    found, true = everything(row), reference(row.alone)
     for name, value in true.items():
         assert error(found[name], value) < 2e-2, name
 
 
-def test_probabilities_not_made_to_sum_to_one(world):
+def test_probabilities_not_made_to_sum_to_one():
     row = world.Row(k=4)
-    found, true = everything(world, row, moe_router_pre_softmax=True), reference(world, row, False)
+    found, true = everything(row, moe_router_pre_softmax=True), reference(row, False)
     for name, value in true.items():
         assert error(found[name], value) < 2e-6, name
 
 
-def test_no_worse_than_hf(world):
+def test_no_worse_than_hf():
     """HF's Qwen3MoeSparseMoeBlock in fp32 on the same numbers: our error against float64 is at most twice its own, and the two agree."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
     row = world.Row(k=4)
-    p, true = world.problem(row), reference(world, row)
+    p, true = world.problem(row), reference(row)
     config = Qwen3MoeConfig(
         hidden_size=world.H, moe_intermediate_size=world.WIDTH, num_experts=row.experts, num_experts_per_tok=row.k, norm_topk_prob=True, hidden_act="silu"
     )
