@@ -38,7 +38,8 @@ def test_off_nothing_of_vllm_is_even_imported(value: str | None) -> None:
 
 
 LOADED = """
-import vllm.plugins, importlib
+import importlib, os
+import vllm.plugins
 vllm.plugins.load_general_plugins()
 from tio_megatron.integrations.vllm import patches, plugin
 from vllm.model_executor.models.registry import ModelRegistry
@@ -49,15 +50,20 @@ def held(target):
     for name in path.split("."):
         owner = getattr(owner, name)
     return owner.__module__
-owners = sorted({held(patch.target).split(".")[0] for patch in patches.all_patches()})
-model = ModelRegistry.models["Qwen3MoeForCausalLM"].module_name.split(".")[0]
-print(plugin.is_active(), owners, model, "tio" in WeightTransferEngineFactory._registry)
+def state():
+    owners = sorted({held(patch.target).split(".")[0] for patch in patches.all_patches()})
+    model = ModelRegistry.models["Qwen3MoeForCausalLM"].module_name.split(".")[0]
+    return plugin.is_active(), owners, model, "tio" in WeightTransferEngineFactory._registry
+off = state()
+os.environ["TIO_CONTRACT"] = "1"
+vllm.plugins.plugins_loaded = False
+vllm.plugins.load_general_plugins()
+print(*off, *state())
 """
 
 
 def test_vllm_calls_the_entry_point_and_the_variable_decides() -> None:
-    assert child(LOADED) == "False ['vllm'] vllm False"
-    assert child(LOADED, TIO_CONTRACT="1") == "True ['tio_megatron'] tio_megatron True"
+    assert child(LOADED) == "False ['vllm'] vllm False True ['tio_megatron'] tio_megatron True"
 
 
 def test_a_wrong_variable_is_named() -> None:
