@@ -10,7 +10,7 @@ import torch
 
 from tio_megatron.collectives import plan, wire
 from tio_megatron.collectives.choose import schedule_for, switch_bytes
-from tio_megatron.collectives.reduce import cut
+from tio_megatron.collectives.program import cut
 from tio_megatron.contract import ReductionTree
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tio_megatron.collectives import plan, wire
+from tio_megatron.collectives import program, wire
 from tio_megatron.collectives.choose import check_agreement, check_no_grad, check_rows
 
 
@@ -36,11 +36,10 @@ def all_gather(x: torch.Tensor, group: wire.Group, *, sizes: Sequence[int] | Non
         return x
     check_agreement("all_gather", group, {"row": tuple(x.shape[1:]), "dtype": x.dtype, "sizes": counts})
     out = torch.empty((sum(counts), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    pieces = torch.split(out, counts)
-    pieces[rank].copy_(x)
-    flat = [piece.view(-1) for piece in pieces]
-    for step in plan.gather_rounds(size, rank):
-        wire.swap([(peer, flat[piece]) for peer, piece, _ in step.sends], [(peer, flat[piece]) for peer, piece, _ in step.recvs], group, x.device)
+    torch.split(out, counts)[rank].copy_(x)
+    row = x.shape[1:].numel()
+    flat = out.view(-1)
+    program.carry_out(program.gathering(rank, tuple(count * row for count in counts)), flat, flat, flat, group)
     return out
 
 

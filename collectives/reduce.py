@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tio_megatron.collectives import plan, scratch, wire
+from tio_megatron.collectives import plan, program, scratch, wire
 from tio_megatron.collectives.choose import check_agreement, check_rows, check_sum, schedule_for
 from tio_megatron.contract import Node, ReductionTree
 
@@ -49,14 +49,14 @@ def all_reduce(
     if out is not None and (out.shape != x.shape or out.dtype != dtype or not out.is_contiguous() or out.device != x.device):
         wanted = f"contiguous {dtype} of shape {tuple(x.shape)} on {x.device}"
         raise ValueError(f"all_reduce: out must be {wanted}, got {out.dtype} of {tuple(out.shape)}, strides {out.stride()}, on {out.device}")
-    _, size = wire.place(group)
+    rank, size = wire.place(group)
     if size == 1:
         return x.to(dtype) if out is None else out.copy_(x)
     schedule = schedule_for(schedule, x.nbytes, size)
     check_agreement("all_reduce", group, {"shape": tuple(x.shape), "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
-        _run(schedule, plan.rank_order(size), size, x.reshape(1, -1), result.view(-1), None, group)
+        _run(schedule, plan.rank_order(size), size, x.contiguous().view(1, -1), result.view(-1), None, rank, group)
     return result
 
 
@@ -82,7 +82,7 @@ def all_reduce_nodes(
         ValueError: ``x`` is not fp32, rows do not match the nodes, the nodes overlap or leave leaves out.
     """
     dtype = check_sum("all_reduce_nodes", x, out_dtype)
-    owned, _, size = _owned("all_reduce_nodes", x, spans, tree, group)
+    owned, rank, size = _owned("all_reduce_nodes", x, spans, tree, group)
     if size == 1 and x.shape[0] == 1:
         return x[0].to(dtype)
     shape = x.shape[1:]
@@ -91,7 +91,7 @@ def all_reduce_nodes(
         check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": owned, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(shape, dtype=dtype, device=x.device)
-        _run(schedule, owned, tree.leaves, x.reshape(x.shape[0], shape.numel()), result.view(-1), None, group)
+        _run(schedule, owned, tree.leaves, x.contiguous().view(x.shape[0], shape.numel()), result.view(-1), None, rank, group)
     return result
 
 
@@ -187,46 +187,16 @@ def _reduce_scatter(
     check_agreement(what, group, {"shape": tuple(x.shape[1:]), "spans": owned, "splits": counts, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty((counts[rank], *row), dtype=dtype, device=x.device)
-        _run(schedule, owned, leaves, x.reshape(x.shape[0], x.shape[1:].numel()), result.view(-1), [count * row.numel() for count in counts], group)
+        lengths = tuple(count * row.numel() for count in counts)
+        _run(schedule, owned, leaves, x.contiguous().view(x.shape[0], sum(lengths)), result.view(-1), lengths, rank, group)
     return result
 
 
-def cut(elements: int, size: int) -> list[int]:
-    """``size`` lengths that sum to ``elements`` and differ by at most one: the pieces of an all-reduce."""
-    return [elements // size + (i < elements % size) for i in range(size)]
-
-
-def _run(schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: torch.Tensor, lengths: list[int] | None, group: wire.Group) -> None:
-    """Carry a plan out. ``x`` [F, n] fp32, ``out`` [n], or with ``lengths`` of each rank's piece, this rank's piece alone."""
-    if x.shape[1] == 0:
-        return
-    rank, size = wire.place(group)
-    gather = lengths is None
-    steps = plan.make(schedule, owned, leaves, rank, gather, out.dtype == torch.float32)
-    if lengths is None:
-        lengths = cut(x.shape[1], size) if steps.cut else [x.shape[1]]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    base = 0 if gather else starts[rank]
-    longest = max(lengths)
-    stride = lengths[rank] if schedule == "scatter" and size > 1 else longest  # there all slots are of this rank's piece
-    slots = scratch.borrow(steps.slots * stride, x.device)
-
-    def at(piece: int, place: int) -> torch.Tensor:
-        start, length = starts[piece], lengths[piece]
-        if place >= 0:
-            return slots[place * stride : place * stride + length]
-        if place == plan.OUT:
-            return out[start - base : start - base + length]
-        return x[-2 - place, start : start + length]
-
-    for step in steps.rounds:
-        sends = [(peer, at(piece, place)) for peer, piece, place in step.sends]
-        recvs = [(peer, at(piece, place)) for peer, piece, place in step.recvs]
-        if step.how == "links":
-            wire.links(sends, recvs, group)
-        elif step.how == "swap":
-            wire.swap(sends, recvs, group, x.device)
-        for piece, left, right, target in step.adds:
-            torch.add(at(piece, left), at(piece, right), out=at(piece, target))
-        for piece, place in step.copies:
-            at(piece, plan.OUT).copy_(at(piece, place))
+def _run(
+    schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: torch.Tensor, lengths: tuple[int, ...] | None, rank: int, group: wire.Group
+) -> None:
+    """Sum the rows of ``x`` [F, n] fp32 into ``out`` [n], or with ``lengths`` of each rank's piece, this rank's piece of it."""
+    elements = x.shape[1]
+    if elements:
+        steps = program.compiled(schedule, owned, leaves, rank, out.dtype == torch.float32, elements, lengths)
+        program.carry_out(steps, x.view(-1), scratch.borrow(steps.scratch, x.device), out, group)

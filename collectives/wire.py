@@ -82,65 +82,20 @@ def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in
     """``in_counts[p]`` elements of the flat ``x`` to each rank p, in rank order, and ``out_counts[p]`` from each into the flat ``out``."""
     scale = x.element_size()
     sizes = [n * scale for n in in_counts]
-    _count(sizes, dist.get_rank(group))
+    if _counting:
+        _count(sizes, dist.get_rank(group))
     dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), [n * scale for n in out_counts], sizes, group=group)
-
-
-def swap(sends: Sequence[Message], recvs: Sequence[Message], group: Group, where: torch.device) -> None:
-    """Send and receive flat tensors of one dtype on ``where`` in one all-to-all, in which every rank takes part, some with nothing.
-    Messages to oneself are copies.
-
-    Both ends list the messages between two ranks in one order. Nothing is copied where messages lie one after another in the order of
-    peers; otherwise they are packed.
-    """
-    _, size = place(group)
-    sends, recvs = sorted(sends, key=_peer), sorted(recvs, key=_peer)
-    leaving, arriving = [t for _, t in sends], [t for _, t in recvs]
-    x, out = _one_run(leaving), _one_run(arriving)
-    nothing = torch.empty(0, dtype=(leaving or arriving or [torch.empty(0)])[0].dtype, device=where)
-    if x is None:
-        x = torch.cat(leaving) if leaving else nothing
-    if out is not None or not arriving:
-        all_to_all(nothing if out is None else out, _counts(recvs, size), x, _counts(sends, size), group)
-        return
-    packed = nothing.new_empty(sum(t.numel() for t in arriving))
-    all_to_all(packed, _counts(recvs, size), x, _counts(sends, size), group)
-    for t, part in zip(arriving, torch.split(packed, [t.numel() for t in arriving]), strict=True):
-        t.copy_(part)
 
 
 def links(sends: Sequence[Message], recvs: Sequence[Message], group: Group) -> None:
     """Send and receive over the links to the named peers only. Empty messages are left out at both ends."""
-    rank, size = place(group)
     sends = [(peer, t) for peer, t in sends if t.numel()]
     recvs = [(peer, t) for peer, t in recvs if t.numel()]
-    _count([sum(t.nbytes for peer, t in sends if peer == p) for p in range(size)], rank)
+    if _counting:
+        rank, size = place(group)
+        _count([sum(t.nbytes for peer, t in sends if peer == p) for p in range(size)], rank)
     ops = [dist.P2POp(dist.irecv, t, group=group, tag=_TAG, group_peer=peer) for peer, t in recvs]
     ops += [dist.P2POp(dist.isend, t, group=group, tag=_TAG, group_peer=peer) for peer, t in sends]
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-
-
-def _peer(message: Message) -> int:
-    return message[0]
-
-
-def _counts(messages: Sequence[Message], size: int) -> list[int]:
-    counts = [0] * size
-    for peer, t in messages:
-        counts[peer] += t.numel()
-    return counts
-
-
-def _one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat view of all, if each starts where the one before ends."""
-    tensors = [t for t in tensors if t.numel()]
-    if len(tensors) < 2:
-        return tensors[0] if tensors else None
-    first, total = tensors[0], 0
-    for t in tensors:
-        if t.data_ptr() != first.data_ptr() + total * first.element_size() or t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        total += t.numel()
-    return first.as_strided((total,), (1,))

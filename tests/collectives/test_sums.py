@@ -33,6 +33,9 @@ def test_all_reduce(size, term, total):
                 assert not x.is_contiguous()
                 y = collectives.all_reduce(x, group, schedule=schedule)
                 assert_same_bytes(y, total(size, 6, 10).t().contiguous(), f"{schedule} transposed")
+                wide = term(rank, 40)
+                y = collectives.all_reduce(wide[1::3], group, schedule=schedule)
+                assert_same_bytes(y, total(size, 40)[1::3].contiguous(), f"{schedule} every third")
                 x = term(rank, 5, 3)
                 same = collectives.all_reduce(x, group, schedule=schedule, out=x)
                 assert same is x
@@ -77,6 +80,8 @@ def test_reduce_scatter(size, term, total):
                     y = collectives.reduce_scatter(x, group, splits=counts, schedule=schedule, out_dtype=torch.bfloat16)
                     assert_same_bytes(y, want.bfloat16(), f"{schedule} {counts} rounded")
                 x = term(rank, 5, 4 * size).t()
+                z = collectives.reduce_scatter(term(rank, 4 * size, 6)[:, ::2], group, schedule=schedule)
+                assert_same_bytes(z, total(size, 4 * size, 6).chunk(size)[rank][:, ::2].contiguous(), f"{schedule} every second column")
                 y = collectives.reduce_scatter(x, group, schedule=schedule)
                 assert_same_bytes(y, total(size, 5, 4 * size).t().chunk(size)[rank].contiguous(), f"{schedule} transposed")
 
@@ -100,6 +105,9 @@ def test_nodes_of_uneven_runs(size, term, total):
             want = total(leaves, 7, 4)
             with poison():
                 for schedule in ALL_REDUCE:
+                    wide = torch.stack([x, x], dim=-1).flatten(-2)[..., ::2]
+                    y = collectives.all_reduce_nodes(wide, spans, tree, group, schedule=schedule)
+                    assert_same_bytes(y, want, f"{schedule} {run} strided")
                     for dtype in (torch.float32, torch.bfloat16):
                         y = collectives.all_reduce_nodes(x, spans, tree, group, schedule=schedule, out_dtype=dtype)
                         assert_same_bytes(y, want.to(dtype), f"{schedule} {run}")

@@ -158,6 +158,14 @@ class Engine:
         """The teacher's log-probabilities of a request's sampled tokens."""
         return _pick(self.teacher().logprobs(one.whole), one.whole, len(one.prompt), len(one.whole))
 
+    def worker(self) -> Any:
+        """The worker of an engine of one process."""
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+    def model(self) -> Any:
+        """Its model."""
+        return self.worker().model_runner.get_model()
+
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A worker method's answer on the first rank."""
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]

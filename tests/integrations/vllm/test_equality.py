@@ -103,7 +103,7 @@ def test_stock_vllm_differs(moe: tuple[Path, Path]) -> None:
     """The negative control: the same cases without us."""
     with Engine.start(moe[0], on="off", max_num_batched_tokens=96) as stock:
         answers = stock.generate(prompts(seed=0))
-        assert not any(name.startswith("Tio") for name in map(lambda module: type(module).__name__, _model(stock).modules()))
+        assert not any(type(module).__name__.startswith("Tio") for module in stock.model().modules())
         with pytest.raises(AssertionError):
             stock.check(answers)
         same = sum(int((one.sampled == stock.picked(one)).sum()) for one in answers)
@@ -111,6 +111,3 @@ def test_stock_vllm_differs(moe: tuple[Path, Path]) -> None:
         with pytest.raises(ValueError, match="does not answer tio_contract"):
             rollout_contract(stock.llm)
 
-
-def _model(engine: Engine) -> torch.nn.Module:
-    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()

@@ -36,7 +36,7 @@ def load_in_buckets(engine: Engine, folder: Path) -> None:
     """As verl does: ``load_weights`` on the worker's model, bucket after bucket, then a cache reset by the caller."""
     named = list(Checkpoint(folder).tensors())
     random.Random(0).shuffle(named)
-    model = worker(engine).model_runner.get_model()
+    model = engine.model()
     for start in range(0, len(named), 7):
         model.load_weights(iter(named[start : start + 7]))
     engine.llm.reset_prefix_cache()
@@ -51,10 +51,6 @@ def push(engine: Engine, folder: Path) -> None:
     random.Random(1).shuffle(named)
     sent = push_weights(engine.llm, named, engine.contract, bucket_bytes=100_000)
     assert sent == Checkpoint(folder).digests()
-
-
-def worker(engine: Engine):
-    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 @pytest.mark.parametrize("path", [push, load_by_vllm, load_in_buckets, reload_by_vllm])
@@ -91,7 +87,7 @@ def test_any_subset_of_names(restored: Engine, moe: tuple[Path, Path], tmp_path:
     restored.check(restored.generate(ASKED), mixed)
     # The same by vLLM's layerwise reload, which makes new, unfilled parameters.
     load_by_vllm(restored, moe[0])
-    worker(restored).reload_weights(weights_iterator=iter(list(new.items())))
+    restored.worker().reload_weights(weights_iterator=iter(list(new.items())))
     restored.llm.reset_prefix_cache()
     restored.check(restored.generate(ASKED), mixed)
 
@@ -120,7 +116,7 @@ def test_other_bytes_than_the_trainers_stop_the_engine(restored: Engine, moe: tu
     monkeypatch.setattr(trainer_side, "_save", tampered)
     with pytest.raises(ValueError, match=name):
         push_weights(restored.llm, Checkpoint(moe[1]).tensors(), restored.contract)
-    model = worker(restored).model_runner.get_model()
+    model = restored.model()
     with pytest.raises(ValueError, match="weights are not whole"):
         model(torch.tensor([3]), torch.tensor([0]))
     monkeypatch.undo()
@@ -137,7 +133,7 @@ def test_unknown_and_misshapen_tensors(restored: Engine, moe: tuple[Path, Path],
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         restored.rpc("tio_load", str(tmp_path / "bad.safetensors"))
     with pytest.raises(ValueError, match="weights are not whole"):
-        worker(restored).model_runner.get_model()(torch.tensor([3]), torch.tensor([0]))
+        restored.model()(torch.tensor([3]), torch.tensor([0]))
 
 
 def test_sleep_and_wake_keep_the_weights(restored: Engine, moe: tuple[Path, Path]) -> None:
@@ -149,7 +145,7 @@ def test_sleep_and_wake_keep_the_weights(restored: Engine, moe: tuple[Path, Path
 
 
 def test_a_write_that_passes_by_the_loaders_fails(chunked: Engine) -> None:
-    parameter = worker(chunked).model_runner.get_model().get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+    parameter = chunked.model().get_parameter("model.layers.0.self_attn.qkv_proj.weight")
     with pytest.raises(RuntimeError):
         parameter.data.copy_(torch.zeros(768, 256))
 

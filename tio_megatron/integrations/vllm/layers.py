@@ -216,7 +216,15 @@ class TioVocabParallelEmbedding(VocabParallelEmbedding):
                 head.packed.update_(self.weight.data)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """``input_`` [T] ids -> [T, H]."""
+        """``input_`` [T] ids -> [T, H].
+
+        Raises:
+            ValueError: an id outside the vocabulary. vLLM itself looks only where a tokenizer is loaded.
+        """
+        if input_.numel():
+            low, high = torch.aminmax(input_)
+            if low < 0 or high >= self.org_vocab_size:
+                raise ValueError(f"token ids {int(low)} to {int(high)} are not inside the vocabulary of {self.org_vocab_size}")
         rows = embedding(input_.long(), self.weight.data, self.first_row)
         if self.group is not None:
             # All ranks but the owner hold zero bits, so an integer sum moves the owner's bits unchanged.

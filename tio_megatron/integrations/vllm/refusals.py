@@ -118,8 +118,8 @@ def _engine(config: VllmConfig) -> Iterator[str]:
         yield "enable_return_routed_experts: leave it out"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"kv_cache_dtype {cache.cache_dtype}: use auto"
-    # Before the platform has set its default (128) the size is None.
-    if cache.block_size is not None and cache.block_size % BLOCK:
+    # A size that nobody asked for becomes the platform's (128) later.
+    if cache.user_specified_block_size and cache.block_size % BLOCK:
         yield f"block_size {cache.block_size}: use a multiple of {BLOCK}"
     if config.kv_transfer_config is not None:
         yield "kv_transfer_config: leave it out"

@@ -104,7 +104,7 @@ class OneCopy:
                 held.data = packed.unpack()
             elif held.numel():
                 # A layerwise reload has made fresh, unfilled parameters; what is not loaded keeps its old value.
-                held.data.copy_(packed.unpack())
+                packed.unpack(out=held.data)
             else:
                 continue
             self.__dict__[f"_raw_{name}"] = id(held)

@@ -33,7 +33,7 @@ class PackedExperts:
         if first.dim() != 2 or first.device.type != "cpu":
             raise ValueError(f"experts: {tuple(first.shape)} on {first.device} is not one expert's [N, K] on cpu")
         type_code(first, "experts")
-        self = cls(empty_packed(*first.shape, first.dtype, len(weights)), first.shape[0])
+        self = cls(empty_packed(first.shape[0], first.shape[1], first.dtype, len(weights)), first.shape[0])
         return self.update_(weights)
 
     @property
@@ -52,7 +52,8 @@ class PackedExperts:
         Raises:
             ValueError: another number of experts, shape or dtype. Nothing has changed then.
         """
-        first, given = (0, list(weights)) if expert is None else (expert, [weights])
+        first = 0 if expert is None else expert
+        given = [weights] if expert is not None and isinstance(weights, torch.Tensor) else list(weights)
         if expert is None and len(given) != self.shape[0] or not 0 <= first < self.shape[0]:
             raise ValueError(f"packed experts: {self.shape[0]} experts cannot take {len(given)} at {first}")
         for w in given:

@@ -95,7 +95,7 @@ class PackedWeight:
         if w.dim() != 2 or w.device.type != "cpu":
             raise ValueError(f"weight: {tuple(w.shape)} on {w.device} is not [N, K] on cpu")
         type_code(w, "weight")
-        self = cls(empty_packed(*w.shape, w.dtype), w.shape[0])
+        self = cls(empty_packed(w.shape[0], w.shape[1], w.dtype), w.shape[0])
         pack_into(self.packed, w.detach())
         return self
 
