@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations.vllm.checkpoints import VOCABULARY
 from tests.integrations.vllm.engines import LENGTHS, Engine, prompts
 from tio_megatron.checkpoint import row_digests
 from tio_megatron.integrations.vllm import rollout_contract
@@ -92,6 +93,18 @@ def test_processed_log_probabilities(crowded: Engine) -> None:
     rows = log_softmax(kept, crowded.contract.vocab_order(logits.shape[1]))
     at = torch.arange(len(cut.prompt), len(cut.whole))
     assert first_mismatch(cut.sampled, rows[at - 1, torch.tensor(cut.whole)[at]]) is None
+
+
+def test_padding_rows_of_the_vocabulary_never_count(chunked: Engine) -> None:
+    """vLLM pads 700 rows to 704 here; NaN in the padding stays there."""
+    head = chunked.model().lm_head
+    whole = head.packed.unpack()
+    assert len(whole) > VOCABULARY
+    spoiled = whole.clone()
+    spoiled[VOCABULARY:] = torch.nan
+    head.packed.update_(spoiled)
+    chunked.check(chunked.generate(prompts((5, 65), seed=11)))
+    head.packed.update_(whole)
 
 
 def test_dense_fp32_tied(dense: Engine) -> None:

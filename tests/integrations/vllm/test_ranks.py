@@ -40,8 +40,8 @@ def ranks(request: pytest.FixtureRequest, moe: tuple[Path, Path], moe_fp32: tupl
     with pytest.MonkeyPatch.context() as patch:
         # The ranks take the cores of this machine as they come.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # The slow rows have the scheduler in a process of its own too, as a server has.
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if layout.startswith("TP 4") else "0")
+        # Some rows have the scheduler in a process of its own too, as a server has.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if layout == "TP 2" else "1")
         with Engine.start(first, **options) as engine:
             assert rollout_contract(engine.llm)["layout"] == layout
             engine.second, engine.plants = second, plants

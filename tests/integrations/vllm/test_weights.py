@@ -129,11 +129,14 @@ def test_unknown_and_misshapen_tensors(restored: Engine, moe: tuple[Path, Path],
         push_weights(restored.llm, [("model.no_such.weight", torch.zeros(2))], restored.contract)
     with pytest.raises(ValueError, match="model.norm.weight is torch.float32"):
         push_weights(restored.llm, [("model.norm.weight", torch.zeros(256))], restored.contract)
+    push_weights(restored.llm, Checkpoint(moe[0]).tensors(), restored.contract)
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 256, dtype=torch.bfloat16)}, tmp_path / "bad.safetensors")
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         restored.rpc("tio_load", str(tmp_path / "bad.safetensors"))
-    with pytest.raises(ValueError, match="weights are not whole"):
+    with pytest.raises(ValueError, match="weights are not whole: a load of weights failed"):
         restored.model()(torch.tensor([3]), torch.tensor([0]))
+    load_by_vllm(restored, moe[1])
+    restored.check(restored.generate(ASKED), restored.teacher(moe[1]))
 
 
 def test_sleep_and_wake_keep_the_weights(restored: Engine, moe: tuple[Path, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ def all_patches() -> tuple[Patch, ...]:
 
 
 def _refuse_early(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
     def verify(self: Any) -> None:
         stock(self)
         if self.model_config is not None:
@@ -60,6 +62,8 @@ def _refuse_early(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _reset_prefix_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # vLLM reads the signature when the call comes from another process.
+    @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, method, *args, **kwargs)
         if method in UPDATES and not self.reset_prefix_cache(reset_running_requests=True):

@@ -71,6 +71,9 @@ def activate(contract: Contract) -> None:
     from tio_megatron.integrations.vllm import refusals
 
     refusals.check_versions()
+    # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
     from tio_megatron.integrations.megatron.registry import install
     from tio_megatron.integrations.vllm.patches import all_patches
 

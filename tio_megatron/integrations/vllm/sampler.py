@@ -8,6 +8,7 @@ Shapes: R requests of a step, V true vocabulary.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -42,6 +43,7 @@ def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
 def keep_processed_logits(stock: Callable[..., None]) -> Callable[..., None]:
     """``Sampler.__init__``: in processed mode the top-k/top-p sampler hands back its logits, so that no log-softmax of torch's is made."""
 
+    @functools.wraps(stock)
     def init(self: Any, logprobs_mode: str = "raw_logprobs", *args: Any, **kwargs: Any) -> None:
         stock(self, logprobs_mode, *args, **kwargs)
         if logprobs_mode == PROCESSED:
@@ -53,6 +55,7 @@ def keep_processed_logits(stock: Callable[..., None]) -> Callable[..., None]:
 def finish_processed(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``Sampler.sample``: turns the processed logits into log-probabilities. An all-greedy step has done so by ``compute_logprobs``."""
 
+    @functools.wraps(stock)
     def sample(self: Any, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None) -> Any:
         sampled, processed = stock(self, logits, sampling_metadata, logprobs_mode_override)
         if processed is not None and (logprobs_mode_override or self.logprobs_mode) == PROCESSED and not sampling_metadata.all_greedy:
@@ -65,6 +68,7 @@ def finish_processed(stock: Callable[..., Any]) -> Callable[..., Any]:
 def remember_generators(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``Sampler.forward``: notes each seeded request's generator, for :func:`rewind_generators`."""
 
+    @functools.wraps(stock)
     def forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         self.states_before = {row: generator.get_state() for row, generator in sampling_metadata.generators.items()}
         return stock(self, logits, sampling_metadata, *args, **kwargs)
@@ -78,6 +82,7 @@ def rewind_generators(stock: Callable[..., Any]) -> Callable[..., Any]:
     Stock rewinds with ``Generator.set_offset``, which a CPU generator lacks: a seeded request in a chunked prompt ends the engine.
     """
 
+    @functools.wraps(stock)
     def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch
         thrown = [row for row in batch.generators if row < batch.num_reqs and bool(self.discard_request_mask.np[row])]

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention import attention as stock_attention
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
+from tio_megatron.checkpoint import tensor_table
 from tio_megatron.integrations.vllm import layers, moe, plugin, refusals
 from tio_megatron.integrations.vllm.attention import TioAttentionBackend
 from tio_megatron.integrations.vllm.building import Build, building
@@ -82,16 +83,24 @@ class _FixedOrderModel:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """vLLM's loading; afterwards every weight is packed again. Any subset of names, in any order."""
-        ledger = self.ledger
+        ledger, seen = self.ledger, set[str]()
         if ledger.served:
             ledger.version += 1
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                seen.add(name)
+                yield name, tensor
+
         try:
-            loaded = super().load_weights(weights)  # type: ignore[misc]
+            loaded = super().load_weights(counted())  # type: ignore[misc]
         except BaseException as error:
-            ledger.incomplete = f"a load of weights failed ({type(error).__name__}: {error})"
+            ledger.failed = f"a load of weights failed ({type(error).__name__}: {error}); load all of them again"
             raise
         finally:
             ledger.close()
+        if seen >= tensor_table(self.shape).keys():
+            ledger.failed = None
         return loaded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +110,9 @@ class _FixedOrderModel:
             ValueError: weights are half loaded.
         """
         ledger = self.ledger
-        if ledger.incomplete is not None:
-            raise ValueError(f"tio_megatron: weights are not whole: {ledger.incomplete}; load all of them again")
+        broken = ledger.failed or ledger.updating
+        if broken:
+            raise ValueError(f"tio_megatron: weights are not whole: {broken}")
         if ledger.is_open():
             ledger.close()
         ledger.served = True

@@ -84,7 +84,7 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
         if not self._agreed:
             raise ValueError("weight update: exchange contracts first (init_weight_transfer_engine)")
         self.problems = []
-        self.model.ledger.incomplete = "an update was started and not finished"
+        self.model.ledger.updating = "a weight update was started and not finished"
 
     def receive_weights(self, update_info: TioUpdateInfo) -> None:
         """Load one file and compare digests.
@@ -111,7 +111,7 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
         """
         if self.problems:
             raise ValueError("weight update: digests differ (rollout / trainer):\n  " + "\n  ".join(self.problems[:20]))
-        self.model.ledger.incomplete = None
+        self.model.ledger.updating = None
 
     def shutdown(self) -> None:
         """Nothing is held."""

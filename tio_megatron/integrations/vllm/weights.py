@@ -21,12 +21,14 @@ RAW_BUDGET = 256 << 20
 class Ledger:
     """What one model's layers share: which are raw, how many loads there were, and whether the weights are whole.
 
-    ``version`` counts the loads after the first; keys and values computed before the last of them are stale (:mod:`.pages`).
+    ``version`` counts the loads after the model first ran; keys and values computed before the last of them are stale (:mod:`.pages`).
+    ``failed`` says that a load failed half-way, ``updating`` that a weight update is not finished: the model does not run meanwhile.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self.incomplete: str | None = None
+        self.failed: str | None = None
+        self.updating: str | None = None
         self._raw: dict[int, weakref.ref[OneCopy]] = {}
         self._layers: list[weakref.ref[OneCopy]] = []
         self.served = False
