@@ -63,7 +63,7 @@ def experts_replicated(
     elif (lo, hi) != (0, experts):
         raise ValueError(f"experts [{lo}, {hi}) of {experts} without a group that holds the others")
     plan = plan_rows(ids, lo, hi)
-    rows = expert_mlp(x[plan.token], plan.offsets, w13, w2, leaves=leaves, group=etp_group)
+    rows = expert_mlp(x.index_select(0, plan.token), plan.offsets, w13, w2, leaves=leaves, group=etp_group)
     nodes = expert_nodes(rows, plan.index, ids, probs, experts=experts, lo=lo, hi=hi)
     root = nodes[0] if ep_group is None else collectives.all_reduce_nodes(nodes, frontiers, ReductionTree(experts), ep_group)
     return finish_sum(root, ids, x.dtype)
