@@ -119,7 +119,7 @@ def operator(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) -> 
     _operators.define(schema)
     _operators.impl(name, cpu, "CPU")
     torch.library.register_fake(f"tio::{name}", fake, lib=_operators)
-    return getattr(torch.ops.tio, name).default  # type: ignore[no-any-return]
+    return getattr(torch.ops.tio, name).default
 
 
 def type_code(tensor: torch.Tensor, what: str) -> int:

@@ -15,7 +15,7 @@ from tio_megatron.contract import Contract, Cuts
 from tio_megatron.integrations.megatron import cpu_device, state
 from tio_megatron.integrations.megatron.apply import SUPPORTED_TORCH
 from tio_megatron.integrations.megatron.patches import GPT, all_patches
-from tio_megatron.integrations.megatron.registry import SUPPORTED_MEGATRON, MovedSymbolError, Patch, install
+from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, MovedSymbolError, Patch, install
 from tio_megatron.layers import grads
 from tio_megatron.testing.qwen3 import write_tiny
 

@@ -12,7 +12,7 @@ from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.gradients import to_main_grad
-from tio_megatron.integrations.megatron.registry import SUPPORTED_MEGATRON, Installed, install
+from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
 from tio_megatron.layers import grads
 
 SUPPORTED_TORCH = "2.13.0"

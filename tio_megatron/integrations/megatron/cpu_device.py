@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.megatron.registry import Installed, Patch, install
+from tio_megatron.integrations.patching import Installed, Patch, install
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tio_megatron.integrations.megatron.registry import Patch
+from tio_megatron.integrations.patching import Patch
 
 
 def moe_patches() -> tuple[Patch, ...]:

@@ -12,7 +12,7 @@ import torch
 from tio_megatron import collectives
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.moe_patches import moe_patches
-from tio_megatron.integrations.megatron.registry import Patch
+from tio_megatron.integrations.patching import Patch
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel"

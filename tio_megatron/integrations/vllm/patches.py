@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.integrations.megatron.registry import Patch
+from tio_megatron.integrations.patching import Patch
 from tio_megatron.integrations.vllm import plugin, refusals
 from tio_megatron.integrations.vllm.refusals import SUPPORTED
 

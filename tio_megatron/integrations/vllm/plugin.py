@@ -74,7 +74,7 @@ def activate(contract: Contract) -> None:
     # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-    from tio_megatron.integrations.megatron.registry import install
+    from tio_megatron.integrations.patching import install
     from tio_megatron.integrations.vllm.patches import all_patches
 
     installed = install(all_patches())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_MEGATRON = "0.16.1"
-"""The megatron-core release whose symbols the patches name."""
+"""The megatron-core release whose symbols Megatron's patches name, and the default of :class:`Patch`."""
 
 _ABSENT = object()
 
