@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             table.add_row(row["name"], ratio, str(row["goal"]), "yes" if row["met"] else "no", row.get("note", ""))
         console.print(table)
         rows += [{"benchmark": name, **row} for row in found]
-    write(options.out, {"machine": machine(), "rows": rows})
+        write(options.out, {"machine": machine(), "rows": rows})  # after each, so that a later failure loses nothing
     met = sum(row["met"] for row in rows)
     console.print(f"{met} of {len(rows)} goals met; report: {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}")
     return 1 if any(row["ratio"] is None for row in rows) else 0

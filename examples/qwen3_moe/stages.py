@@ -52,10 +52,25 @@ def check(options: Options, contract: Contract, config: CheckpointConfig) -> Non
         for layout in layouts:
             # A dense model has no expert groups; whatever the table says about them does not apply.
             fitted = layout if config.shape.experts else replace(layout, ep=1, etp=layout.tp)
-            try:
-                contract.check(fitted, config.shape)
-            except ValueError as error:
-                raise ValueError(f"{kind}: {' '.join(str(error).split())}") from error
+            found = [str(problem) for problem in contract.problems(fitted, config.shape)]
+            if found:
+                raise ValueError(f"{kind}: layout {fitted} does not fit the contract: {'; '.join(found)}")
+
+
+def refuse_misfits(options: Options) -> None:
+    """What can be said of layouts and checkpoint before any rank is started; makes nothing.
+
+    Raises:
+        ValueError: bad input, in one line.
+    """
+    if options.model is not None:
+        with Checkpoint(options.model) as checkpoint:
+            config = checkpoint.config
+    elif options.checkpoint == "tiny":
+        config = CheckpointConfig.from_dict(makers.tiny_config(options.num_layers, options.dtype))
+    else:
+        config = CheckpointConfig.from_dict(makers.slice_config(options.num_layers, options.dtype))
+    check(options, contract_for(options), config)
 
 
 def prepare(options: Options, contract: Contract) -> list[Stage]:
@@ -118,7 +133,11 @@ def _own(options: Options, contract: Contract) -> Stage:
     if (options.model / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        path = options.model / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path}: no tokenizer ({error}); take the model's own file, or none and give prompts as tokens") from error
         texts = corpus.corpus()[:20]
         stream = corpus.encode(tokenizer, texts) if tokenizer.token_to_id(corpus.END) is not None else np.array(tokenizer.encode("".join(texts)).ids, np.int32)
         stream = stream[stream < config.shape.vocab]
@@ -137,6 +156,8 @@ def _prompts(
     else:
         room = config.max_positions - options.max_new_tokens
         fitting = [length for length in (prompts.QUICK if options.quick else lengths) if length <= room]
+        if not fitting:
+            raise ValueError(f"--max-new-tokens {options.max_new_tokens}: at most {config.max_positions - 1} fit, prompt and all make {config.max_positions}")
         asked, where = prompts.from_stream(stream, fitting, options.seed), "prompts"
     prompts.check(asked, vocab=config.shape.vocab, longest=config.max_positions, max_new_tokens=options.max_new_tokens, where=where)
     longest = max(len(prompt) for prompt in asked) + options.max_new_tokens

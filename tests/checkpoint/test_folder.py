@@ -191,5 +191,8 @@ def test_digests_see_every_bit_and_no_name():
     assert manifest_digest({"a": "x", "b": "y"}) == manifest_digest({"b": "y", "a": "x"}) != manifest_digest({"a": "y", "b": "x"})
     rows = torch.randn(3, 5)
     assert row_digests(rows) == row_digests(rows.clone()) and len(set(row_digests(rows))) == 3
+    ours, theirs = rows.clone(), rows.clone()
+    ours[0, 1], theirs[0, 1] = float("nan"), -torch.tensor(float("nan"))
+    assert row_digests(ours) == row_digests(theirs) != row_digests(rows)
     with pytest.raises(ValueError, match="fp32"):
         row_digests(rows.bfloat16())

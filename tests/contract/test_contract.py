@@ -72,6 +72,8 @@ def test_frozen():
         ('{"family": ["cpu"]}', "family must be a name"),
         ('{"chain": 128}', "family 'cpu' has chain 256, got 128"),
         ('{"chain": 256.0}', "chain must be a whole number"),
+        ('{"row_chain": 32.0}', "row_chain must be a whole number"),
+        ('{"router_chain": true}', "router_chain must be a whole number"),
         ('{"kv_block": 512}', "family 'cpu' has kv_block 64, got 512"),
         ('{"vocab_block": 64}', "vocab_block must be 128, got 64"),
         ('{"grain": 0}', "grain must be positive, got 0"),

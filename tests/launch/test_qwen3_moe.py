@@ -95,6 +95,14 @@ def test_options_that_cannot_work_start_no_torchrun(checkout: Checkout) -> None:
     assert [rank["RANK"] for rank in seen] == [None], "the job itself says what is wrong, once"
 
 
+@pytest.mark.parametrize("option, said", [("--tp", "8 query heads do not divide by tp 3"), ("--ep", "16 experts do not"), ("--pp", "do not divide by pp 3")])
+def test_a_layout_that_does_not_fit_is_one_line_and_starts_no_rank(checkout: Checkout, option: str, said: str) -> None:
+    done, seen = checkout.run("bash", checkout.script, option, "3", PYTHON=sys.executable)
+    assert done.returncode == 2 and not seen and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("qwen3_moe: error: ") and said in line
+
+
 def test_shell_starts_the_ranks_of_the_layout_and_hands_the_exit_status_on(checkout: Checkout) -> None:
     arguments = ["--tp", "2", "--expert-model-parallel-size=2", "--out", "a b"]
     done, seen = checkout.run("bash", checkout.script, *arguments, PYTHON=sys.executable, EXIT="2")

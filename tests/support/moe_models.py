@@ -1,5 +1,6 @@
 """A whole tiny Qwen3-MoE through stock GPTModel under ``apply()``, in any layout: log-probabilities and training steps. For tests only."""
 
+import fcntl
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,16 @@ class Row:
         return "-".join([*sizes, self.way, f"k{self.k}", self.dtype, "grouped" if self.grouped else "sequential"] + ["inference"] * self.inference)
 
 
-@functools.cache
+HELD = TemporaryDirectory(prefix="tio-moe-")
+"""Made by the process that starts the ranks, which removes it when it ends; ranks end without cleaning up."""
+
+
 def folder(k, dtype):
-    """A checkpoint with 16 experts of width 96. Kept until the interpreter ends."""
-    held = TemporaryDirectory(prefix="tio-moe-")
-    folder.held = [*getattr(folder, "held", []), held]
-    return write_tiny(Path(held.name) / "model", MOE, num_experts=16, moe_intermediate_size=96, num_experts_per_tok=k, torch_dtype=dtype)
+    """A checkpoint with 16 experts of width 96, made by whoever asks first."""
+    path = Path(HELD.name) / f"{k}-{dtype}"
+    with open(Path(HELD.name) / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return path if path.exists() else write_tiny(path, MOE, num_experts=16, moe_intermediate_size=96, num_experts_per_tok=k, torch_dtype=dtype)
 
 
 def weights(row):

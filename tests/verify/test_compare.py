@@ -30,7 +30,9 @@ def test_one_bit_is_a_difference():
 @pytest.mark.parametrize("value, largest", [(float("nan"), float("inf")), (float("-inf"), float("inf"))])
 def test_what_is_no_number(value, largest):
     assert compare(recording(), recording((value, -2.0, -0.5))).max_abs == largest
-    assert compare(recording((value, -2.0, -0.5)), recording((value, -2.0, -0.5))).same
+    found = compare(recording((value, -2.0, -0.5)), recording((value, -2.0, -0.5)))
+    assert (found.nonzero, found.nonfinite, found.same) == (0, 1, False) and "no log-probability" in found.first
+    assert not (found + compare(recording(), recording())).same
 
 
 def test_signs_of_zero_differ():
@@ -41,7 +43,9 @@ def test_signs_of_zero_differ():
 def test_a_row_may_differ_where_the_token_does_not():
     found = compare(recording(), recording(rows=(b"a" * 16, b"b" * 16, b"d" * 16)))
     assert (found.nonzero, found.rows, found.rows_differing, found.same) == (0, 3, 1, False) and "another row" in found.first
-    assert compare(recording(rows=None), recording()).rows == 0
+    assert compare(recording(rows=None), recording(rows=None)).rows == 0
+    with pytest.raises(ValueError, match="on both or on neither"):
+        compare(recording(rows=None), recording())
 
 
 def test_sums_and_refusals():

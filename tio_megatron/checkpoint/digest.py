@@ -42,12 +42,18 @@ def digest_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> li
 def row_digests(rows: torch.Tensor) -> list[bytes]:
     """16 bytes for each row of ``rows`` [N, V] fp32: a vocabulary of log-probabilities too large to keep.
 
+    Where a row has NaN counts, which NaN does not: processors make different ones.
+
     Raises:
         ValueError: not a two-dimensional fp32 tensor.
     """
     if rows.dim() != 2 or rows.dtype != torch.float32:
         raise ValueError(f"row digests need fp32 [N, V], got {rows.dtype} {list(rows.shape)}")
-    return [hashlib.sha256(_bytes(row)).digest()[:ROW_BYTES] for row in rows.detach().cpu().contiguous()]
+    rows = rows.detach().cpu().contiguous()
+    nan = rows.isnan()
+    if nan.any():
+        rows = rows.masked_fill(nan, float("nan"))
+    return [hashlib.sha256(_bytes(row)).digest()[:ROW_BYTES] for row in rows]
 
 
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

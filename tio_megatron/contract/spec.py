@@ -96,7 +96,7 @@ class Contract:
 
     def __post_init__(self) -> None:
         # A float or bool that equals the right number would print, and so hash, as another contract.
-        for name in ("chain", "kv_block", "vocab_block", "grain", "version"):
+        for name in ("chain", "row_chain", "router_chain", "kv_block", "vocab_block", "grain", "version"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"contract: {name} must be a whole number, got {getattr(self, name)!r}")
         if not isinstance(self.family, str) or not isinstance(self.cuts, Cuts):

@@ -79,29 +79,34 @@ def push_weights(
     folder: Path | None = None,
     bucket_bytes: int = BUCKET,
     verify: bool = True,
+    partial: bool = False,
 ) -> dict[str, str]:
     """Move whole HF tensors into a running engine; returns the digests of what was sent (empty without ``verify``).
 
-    The engine is one started with ``weight_transfer_config={"backend": "tio"}`` (:func:`.options.engine_options` does). Any subset of the
-    model's tensors, in any order. Afterwards the engine has compared the digests of what it holds, and its prefix cache is empty.
+    The engine is one started with ``weight_transfer_config={"backend": "tio"}`` (:func:`.options.engine_options` does). The tensors
+    come in any order. Afterwards the engine has compared the digests of what it holds, and its prefix cache is empty.
 
     Args:
         folder: where files are handed over, readable by the engine; shared memory by default.
         bucket_bytes: bytes of one file.
         verify: compare digests (one pass of SHA-256 over the weights on each side).
+        partial: some of the model's tensors are enough; the engine keeps the others as they are.
 
     Raises:
-        ValueError: the contracts differ, a tensor is none of the model's, or the engine ends up with other bytes.
+        ValueError: the contracts differ, a tensor is none of the model's or (without ``partial``) missing, or the engine ends up with other bytes.
     """
     answer = check_rollout(engine, contract)
     table, dtype = tensor_table(_shape(answer["model"])), answer["model"]["dtype"]
     sent: dict[str, str] = {}
+    missing = dict.fromkeys(table)
     _call(engine, "init_weight_transfer_engine", init_info={"contract": contract.to_dict(), "kernels": kernels.version()})
     _call(engine, "start_weight_update")
     root = Path(tempfile.mkdtemp(prefix="tio-weights-", dir=folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)))
     try:
         for number, bucket in enumerate(_buckets(_checked(tensors, table, dtype), bucket_bytes)):
             path = root / f"{number}.safetensors"
+            for name in bucket:
+                missing.pop(name, None)
             digests = {name: tensor_digest(tensor) for name, tensor in bucket.items()} if verify else {}
             _save(bucket, path)
             _call(engine, "update_weights", update_info={"path": str(path), "digests": digests})
@@ -118,6 +123,9 @@ def push_weights(
     _call(engine, "finish_weight_update")
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise ValueError("push_weights: the engine did not reset its prefix cache; its keys and values belong to older weights")
+    if missing and not partial:
+        named = ", ".join([*missing][:5])
+        raise ValueError(f"push_weights: {len(missing)} of {len(table)} tensors did not come and are as they were: {named}, ...; push all, or say partial=True")
     return sent
 
 
