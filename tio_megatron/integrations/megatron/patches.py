@@ -12,6 +12,7 @@ import torch
 from tio_megatron import collectives
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.moe_patches import moe_patches
+from tio_megatron.integrations.megatron.optimizer_patches import optimizer_patches
 from tio_megatron.integrations.patching import Patch
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -19,7 +20,7 @@ GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def all_patches() -> list[Patch]:
-    """Every patch, dense and mixture-of-experts."""
+    """Every patch: dense, mixture-of-experts, optimizer."""
     return [
         Patch(
             f"{GPT}.__init__", build_ordered, why="the one place every model passes, whatever spec and imports its author used", stock="the model's own code"
@@ -41,6 +42,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{MAPPINGS}:_reduce_scatter_along_first_dim", reduce_scatter, why="every tensor-parallel reduce-scatter of the mappings ends here"),
         Patch(f"{MAPPINGS}:_gather_along_first_dim", gather, why="gloo refuses uneven sizes; bytes are only moved", stock="even gathers"),
         *moe_patches(),
+        *optimizer_patches(),
     ]
 
 

@@ -9,7 +9,7 @@ Shapes: H hidden, D head size, G key/value groups, Q query heads, V true vocabul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,10 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def pieces(model: torch.nn.Module, shape: ModelShape, place: Place | None = None) -> Iterator[Piece]:
-    """What this rank's parameters hold, parameter by parameter. Vocabulary padding is in no piece.
+def pieces(
+    model: torch.nn.Module, shape: ModelShape, place: Place | None = None, values: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[Piece]:
+    """What this rank's parameters hold, parameter by parameter, or the tensors of ``values`` in their places. Vocabulary padding is in no piece.
 
     Raises:
         ValueError: a parameter has no HF counterpart, or another size than this layout gives it.
@@ -70,7 +72,7 @@ def pieces(model: torch.nn.Module, shape: ModelShape, place: Place | None = None
     model, place = unwrap(model), place or Place.current()
     table = tensor_table(shape)
     for parameter, weight in model.named_parameters():
-        yield from _pieces_of(parameter, weight, model, shape, table, place)
+        yield from _pieces_of(parameter, weight if values is None else values[parameter], model, shape, table, place)
 
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             piece.view.copy_(checkpoint.part(piece.name, piece.axis, piece.start, piece.stop).view(piece.view.shape))
 
 
-def export_weights(model: torch.nn.Module, config: CheckpointConfig, *, destination: int | None = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(
+    model: torch.nn.Module, config: CheckpointConfig, *, destination: int | None = 0, values: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every HF tensor, whole and on the CPU, one at a time, in the order of the table.
 
     A collective over the world: every rank must exhaust the iterator, also those that get nothing. Bytes are moved, nothing is
@@ -39,11 +41,12 @@ def export_weights(model: torch.nn.Module, config: CheckpointConfig, *, destinat
         model: this rank's model.
         config: the checkpoint's configuration.
         destination: the rank that gets the tensors (others get none), or None for every rank.
+        values: tensors to export in place of the parameters, by the parameter's name, of its shape and of ``config``'s type.
 
     Raises:
         ValueError: some elements are held by no rank, or ranks overlap.
     """
-    held = list(pieces(model, config.shape))
+    held = list(pieces(model, config.shape, values=values))
     mine = {(piece.name, piece.start): piece.view for piece in held}
     owners = _owners(held)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,0 +1,67 @@
+"""Whether all ranks run the same software: a package on one rank alone would give that rank other numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from tio_megatron import kernels
+from tio_megatron.integrations.megatron import state
+
+_DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
+_OPTIONAL = {"apex": "apex", "amp_C": "amp_C", "transformer_engine": "transformer-engine", "mindspeed": "mindspeed", "torch_npu": "torch-npu"}
+"""Packages that megatron-core takes numbers from where it finds them: name to import, and of the distribution."""
+
+
+def environment() -> dict[str, str]:
+    """What must be the same on every rank, by name: versions, optional packages, kernels, the contract in force."""
+    found = {name: _version(name) for name in _DISTRIBUTIONS}
+    for module, distribution in _OPTIONAL.items():
+        found[module] = _version(distribution, "importable, without a version") if _importable(module) else "not importable"
+    found["kernels"] = kernels.version()
+    session = state.session()
+    found["contract"] = "none" if session is None else session.contract.fingerprint(kernels.version())
+    found["vocab_size"] = "none" if session is None else str(session.vocab_size)
+    return found
+
+
+def environment_differences(group: dist.ProcessGroup | None = None) -> None:
+    """Compare :func:`environment` over the ranks of ``group`` (None: the world). A collective: every rank must call it.
+
+    Raises:
+        ValueError: on every rank, naming each rank that differs from most, the field and both values.
+    """
+    everyone = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, environment(), group=group)
+    ranks = dist.get_process_group_ranks(group) if group is not None else range(len(everyone))
+    lines = _differences(everyone, list(ranks))
+    if lines:
+        raise ValueError("ranks run different software, so their numbers would differ:\n  " + "\n  ".join(lines))
+
+
+def _differences(everyone: Sequence[dict[str, str]], ranks: Sequence[int]) -> list[str]:
+    lines = []
+    for field in everyone[0]:
+        values = [theirs[field] for theirs in everyone]
+        # The lowest rank's value where two are equally common.
+        usual = Counter(values).most_common(1)[0][0]
+        lines += [f"rank {rank}: {field} is {value}, elsewhere {usual}" for rank, value in zip(ranks, values, strict=True) if value != usual]
+    return lines
+
+
+def _version(distribution: str, otherwise: str = "not installed") -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
+
+
+def _importable(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
