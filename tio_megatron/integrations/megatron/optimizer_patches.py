@@ -25,7 +25,7 @@ def optimizer_patches() -> list[Patch]:
         Patch(f"{OPTIMIZERS}:USING_PYTORCH_OPTIMIZER", _always(False), why="else torch's own classes are taken"),
         Patch(f"{SHARDED}:HAVE_APEX_OR_TE", _always(True), why=counted),
         Patch(f"{SHARDED}:USING_APEX_OPTIMIZER", _always(True), why=counted),
-        Patch(f"{OPTIMIZERS}:check_config_overrides_consistency", check_build, why="get_megatron_optimizer calls it once, first, whoever imported that by value"),
+        Patch(f"{OPTIMIZERS}:check_config_overrides_consistency", check_build, why="get_megatron_optimizer calls it once, first"),
         Patch(f"{OPTIMIZERS}:_get_param_groups_and_buffers", check_model, why="the first place that sees the model and its data parallelism"),
         Patch(f"{OPTIMIZERS}.layer_wise_optimizer:LayerWiseDistributedOptimizer.__init__", refuse("the layer-wise optimizer"), why="it reduces norms itself"),
         Patch(f"{OPTIMIZERS}.muon:TensorParallelMuon.__init__", refuse("Muon"), why="its products have no fixed order"),

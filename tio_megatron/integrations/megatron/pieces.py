@@ -61,9 +61,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def pieces(
-    model: torch.nn.Module, shape: ModelShape, place: Place | None = None, values: Mapping[str, torch.Tensor] | None = None
-) -> Iterator[Piece]:
+def pieces(model: torch.nn.Module, shape: ModelShape, place: Place | None = None, values: Mapping[str, torch.Tensor] | None = None) -> Iterator[Piece]:
     """What this rank's parameters hold, parameter by parameter, or the tensors of ``values`` in their places. Vocabulary padding is in no piece.
 
     Raises:
