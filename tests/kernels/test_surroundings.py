@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tio_megatron.contract import ReductionTree, VocabOrder
-from tio_megatron.kernels import attention, combine, embedding, logprob, math, norm, rope, router, swiglu
+from tio_megatron.kernels import attention, combine, embedding, integer_sum, logprob, math, norm, rope, router, swiglu
 from tio_megatron.testing import assert_same_bytes
 
 
@@ -45,6 +45,19 @@ def _paged(i: dict[str, torch.Tensor]) -> torch.Tensor:
     return attention.attention_paged(i["heads"], i["cache"], i["table"], i["lengths"], i["cu"], scale=0.125)
 
 
+def _integer_sums(i: dict[str, torch.Tensor]) -> Any:
+    found: list[torch.Tensor] = []
+    for unit in (-150, -50):  # with the first, subnormal partials count and others are beyond the limit
+        products, rows, terms = (integer_sum.IntegerSum.empty(shape, unit) for shape in ((300, 300), (8, 32), (300,)))
+        integer_sum.add_products(products, i["x"], i["x"], starts=torch.tensor([0, 2, 3], device="cpu"))
+        integer_sum.add_rows(rows, i["rows"][:3], i["positions"])
+        integer_sum.add_norm_terms(terms, i["x"], i["x"], 1e-6)
+        out = torch.empty(8, 32, dtype=torch.float32, device="cpu")
+        found += [integer_sum.value(rows.low, rows.high, unit, 50, out)]
+        found += [part for total in (products, rows, terms) for part in (total.low, total.high, total.peak)]
+    return found
+
+
 def _attention(i: dict[str, torch.Tensor]) -> Any:
     q, k = i["heads"], i["keys"]
     where = {"cu_q": i["cu"], "cu_k": i["cu"], "scale": 0.125}
@@ -75,6 +88,7 @@ CALLS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
         logprob.logprob_backward(i["sum"], i["logits"], i["top"], i["sum"], i["positions"], 16),
     ),
     "math": lambda i: (math.exp(i["logits"]), math.log(i["probs"]), math.tree_add(i["logits"])),
+    "integer_sum": _integer_sums,
     "attention": _attention,
     "paged": _paged,
 }
@@ -113,6 +127,10 @@ def test_flush_to_zero_is_off_inside_and_given_back(name: str) -> None:
     assert still_on
 
 
+def _sum(*shape: int) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.zeros(1)]
+
+
 TRACED: dict[str, Callable[[dict[str, torch.Tensor]], tuple[Any, ...]]] = {
     "rms_norm": lambda i: (i["x"], i["w"], 1e-6),
     "add_rms_norm": lambda i: (i["x"], i["x"], i["w"], 1e-6),
@@ -129,6 +147,13 @@ TRACED: dict[str, Callable[[dict[str, torch.Tensor]], tuple[Any, ...]]] = {
     "combine_backward": lambda i: (i["rows"][:3], i["rows"], i["index"], i["probs"]),
     "embedding": lambda i: (i["positions"], i["rows"], 0),
     "embedding_backward": lambda i: (i["rows"][:3], i["positions"], 8, 0),
+    "add_products": lambda i: (
+        *([part] for part in _sum(300, 32)),
+        *([-50], [50], i["x"].repeat(2, 1), i["rows"], torch.tensor([0, 2, 5]), torch.tensor([0, 2]), torch.tensor([5, 4, 0, 1, 2])),
+    ),
+    "add_rows": lambda i: (*_sum(8, 32), -50, 50, i["rows"][:3], i["positions"]),
+    "add_norm_terms": lambda i: (*_sum(300), -50, 50, i["x"], i["x"], 1e-6),
+    "sum_value": lambda i: (*_sum(8, 32)[:2], -50, 50, torch.zeros(8, 32)),
     "vocab_max": lambda i: (i["logits"], 16),
     "vocab_sumexp": lambda i: (i["logits"], i["top"], 16, 2, 128, 0, 256),
     "log_softmax": lambda i: (i["logits"], 16, 2, 128),

@@ -1,14 +1,5 @@
-// RMSNorm of a tile of rows. The sums of squares of W chains are taken side by side, whichever rows they belong to.
-#include "elementary.h"
-#include "chains.h"
-
-template <class T>
-struct SquareSource {
-  const T* const* rows;
-  const T* at[W];
-  TIO_INLINE void aim(int lane, int row, int64_t begin) { at[lane] = rows[row] + begin; }
-  TIO_INLINE F sum(int length) const { return chains(Squares<T>{at}, length); }
-};
+// RMSNorm of a tile of rows.
+#include "inverse_rms.h"
 
 // Sum of (dy * w) * x.
 template <class T>
@@ -33,17 +24,6 @@ struct GradientSource {
   }
   TIO_INLINE F sum(int length) const { return product_chains(*this, length); }
 };
-
-// 1 / sqrt(mean of squares + eps) of each row.
-template <class T>
-TIO_INLINE void inverse_rms(const T* const* x, int rows, int64_t H, float eps, float* parts, float* inverse) {
-  SquareSource<T> source{x, {}};
-  row_sums(source, rows, H, parts, inverse);
-  for (int r = 0; r < rows; r += W) {
-    const int n = rows - r < W ? rows - r : W;
-    store(inverse + r, set1(1.0f) / sqrt(load(inverse + r, n) / set1(float(H)) + set1(eps)), n);
-  }
-}
 
 template <class T>
 TIO_FN void add_rows(const T* const* x, const T* const* residual, T* const* total, int rows, int64_t H) {
