@@ -7,7 +7,7 @@ import torch
 
 from tio_megatron.contract import VocabOrder
 from tio_megatron.kernels.exact import chain_sum, tree_sum
-from tio_megatron.kernels.logprob import gather_logprob, log_softmax, logprob_backward, reference, vocab_max, vocab_sumexp
+from tio_megatron.kernels.logprob import entropy, entropy_backward, gather_logprob, log_softmax, logprob_backward, reference, vocab_max, vocab_sumexp
 from tio_megatron.kernels.math import reference as m
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 
@@ -26,6 +26,19 @@ def test_bytes_are_the_references(isa: str, vocab: int, runs: int) -> None:
     one = gather_logprob(x.gather(1, target[:, None]).squeeze(1), top, total[0])
     assert_same_bytes(one, y.gather(1, target[:, None]).squeeze(1))
     assert_same_bytes(logprob_backward(d, x, top, total[0], target, vocab), reference.logprob_backward(d, x, top, total[0], target, vocab))
+
+
+@pytest.mark.parametrize("vocab, runs", [(1, 1), (500, 8), (4100, 4)])
+def test_entropy_is_the_references(isa: str, vocab: int, runs: int) -> None:
+    order, tokens = VocabOrder(vocab, runs), 3
+    x, d = torch.randn(tokens, vocab) * 8, torch.randn(tokens)
+    x[1, 1:] = -float("inf")
+    top = vocab_max(x, vocab)
+    total, weighted = (vocab_sumexp(x, top, order, 0, vocab, weighted=w)[0] for w in (False, True))
+    assert_same_bytes(weighted, reference.vocab_sumexp(x, top, order, 0, order.padded, weighted=True)[0])
+    assert_same_bytes(entropy(total, weighted), reference.entropy(total, weighted))
+    assert entropy(total, weighted)[1] == 0, "one certain token"
+    assert_same_bytes(entropy_backward(d, x, top, total, weighted, vocab), reference.entropy_backward(d, x, top, total, weighted, vocab))
 
 
 @pytest.mark.parametrize("vocab", [500, 2000])

@@ -23,6 +23,17 @@ struct Exponentials {
   TIO_INLINE static F step(F t, F sum) { return sum + t; }
 };
 
+// exp(d) * d with d = x - max: what an entropy sums. Where exp is +0 the term is -0, for d = -inf too.
+TIO_INLINE F weighted_exponential(F d) { return exp(d) * larger(set1(-128.0f), d); }  // NaN passes
+
+struct WeightedExponentials {
+  const float* const* at;
+  const float* max;
+  TIO_INLINE F term(int i, int k) const { return weighted_exponential(load(at[i] + k) - set1(max[i])); }
+  TIO_INLINE F term(int i, int k, int n) const { return weighted_exponential(load(at[i] + k, n) - set1(max[i])); }
+  TIO_INLINE static F step(F t, F sum) { return sum + t; }
+};
+
 // Chains of `length` terms, from +0, ascending.
 template <class Terms>
 TIO_INLINE F chains(const Terms& terms, int length) {

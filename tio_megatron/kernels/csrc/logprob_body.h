@@ -20,8 +20,10 @@ TIO_FN float row_max(const float* x, int64_t n) {
   return top + 0.0f;
 }
 
-// leaves[b] = sum of exp(x - top) over block b of x[n]; the last block may be shorter.
+// leaves[b] = sum of exp(d), or of exp(d) * d, with d = x - top, over block b of x[n]; the last block may be shorter.
+template <bool weighted>
 TIO_FN void block_sums(const float* x, int64_t n, int64_t block, float top, float* leaves) {
+  using Terms = std::conditional_t<weighted, WeightedExponentials, Exponentials>;
   const int64_t full = n / block, rest = n % block;
   float max[W], lanes[W];
   const float* at[W];
@@ -29,12 +31,12 @@ TIO_FN void block_sums(const float* x, int64_t n, int64_t block, float top, floa
   for (int64_t b = 0; b < full; b += W) {
     const int count = int(full - b < W ? full - b : W);
     for (int i = 0; i < W; i++) at[i] = x + (b + (i < count ? i : 0)) * block;
-    store(lanes, chains(Exponentials{at, max}, int(block)));
+    store(lanes, chains(Terms{at, max}, int(block)));
     for (int i = 0; i < count; i++) leaves[b + i] = lanes[i];
   }
   if (!rest) return;
   for (int i = 0; i < W; i++) at[i] = x + full * block;
-  store(lanes, chains(Exponentials{at, max}, int(rest)));
+  store(lanes, chains(Terms{at, max}, int(rest)));
   leaves[full] = lanes[0];
 }
 
@@ -64,4 +66,14 @@ TIO_FN float target_gradient(float x, float d, float top, float sum) {
   float lanes[W];
   store(lanes, set1(d) * (set1(1.0f) - exp(set1(x) - set1(top)) / set1(sum)));
   return lanes[0];
+}
+
+// d * p * (mean - log-weight) for n columns, with p = exp(x - top) / sum: an entropy's gradient.
+TIO_FN void entropy_gradient(const float* x, int64_t n, float d, float top, float sum, float weighted, float* y) {
+  const F mean = set1(weighted) / set1(sum);
+  for (int64_t k = 0; k < n; k += W) {
+    const int w = int(n - k < W ? n - k : W);
+    const F low = load(x + k, w) - set1(top);
+    store(y + k, set1(d) * (exp(low) / set1(sum) * (mean - larger(set1(-128.0f), low))), w);
+  }
 }

@@ -1,4 +1,4 @@
-"""Log-softmax over a vocabulary that may be cut over ranks: maximum, sum of exponentials by the vocabulary's tree, log-probability.
+"""Log-softmax and entropy over a vocabulary that may be cut over ranks: maximum, sums by the vocabulary's tree, log-probability, entropy.
 
 What joins the ranks is not here. ``T`` tokens, ``V`` columns of this rank's shard, ``F`` nodes.
 """
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tio_megatron.contract import VocabOrder
+from tio_megatron.kernels import math
 from tio_megatron.kernels.logprob import cpu
 from tio_megatron.kernels.operands import check_dtype, check_shape, require
 
-__all__ = ["gather_logprob", "log_softmax", "logprob_backward", "vocab_max", "vocab_sumexp"]
+__all__ = ["entropy", "entropy_backward", "gather_logprob", "log_softmax", "logprob_backward", "vocab_max", "vocab_sumexp"]
 
 
 def _check(what: str, logits: Tensor, columns: int) -> None:
@@ -34,7 +35,7 @@ def vocab_max(logits: Tensor, true_cols: int) -> Tensor:
     return cpu.vocab_max(logits, true_cols)
 
 
-def vocab_sumexp(logits: Tensor, max: Tensor, order: VocabOrder, lo: int, hi: int) -> Tensor:
+def vocab_sumexp(logits: Tensor, max: Tensor, order: VocabOrder, lo: int, hi: int, *, weighted: bool = False) -> Tensor:
     """``[F, T]`` fp32: the partial sums of exp(x - max), one for each node of ``order.frontier(lo, hi)``. No autograd.
 
     Args:
@@ -43,6 +44,7 @@ def vocab_sumexp(logits: Tensor, max: Tensor, order: VocabOrder, lo: int, hi: in
         max: ``[T]`` fp32, the maximum over all shards.
         order: the vocabulary's order.
         lo, hi: the rows of the vocabulary this shard holds, padding included; both on blocks (``hi`` may be the true vocabulary).
+        weighted: sum exp(d) * d instead, with d = x - max (a row at -inf adds nothing): what :func:`entropy` needs.
 
     Raises:
         ValueError: shapes or types do not fit, or a bound is not on a block.
@@ -53,7 +55,7 @@ def vocab_sumexp(logits: Tensor, max: Tensor, order: VocabOrder, lo: int, hi: in
     check_dtype("vocab_sumexp", "max", max, torch.float32)
     check_shape("vocab_sumexp", "max", max, logits.shape[0])
     order.frontier(lo, hi)
-    return cpu.vocab_sumexp(logits, max, order.vocab, order.runs, order.block, lo, hi)
+    return cpu.vocab_sumexp(logits, max, order.vocab, order.runs, order.block, lo, hi, weighted)
 
 
 def gather_logprob(x_target: Tensor, max: Tensor, sum: Tensor) -> Tensor:
@@ -80,6 +82,17 @@ def log_softmax(logits: Tensor, order: VocabOrder) -> Tensor:
     return cpu.log_softmax(logits, order.vocab, order.runs, order.block)
 
 
+def entropy(sum: Tensor, weighted: Tensor) -> Tensor:
+    """``log(S) - W / S``, fp32 tensors of one shape: S is the whole vocabulary's sum of exp(d), W that of exp(d) * d. No autograd.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+    """
+    check_dtype("entropy", "weighted", weighted, torch.float32)
+    check_shape("entropy", "weighted", weighted, *sum.shape)
+    return math.log(sum) - weighted / sum
+
+
 def logprob_backward(dlogprob: Tensor, logits: Tensor, max: Tensor, sum: Tensor, target: Tensor, true_cols: int) -> Tensor:
     """``dlogits[T, V]`` fp32 = dlogprob * (onehot(target) - exp(x - max) / sum); +0 past ``true_cols``.
 
@@ -98,3 +111,20 @@ def logprob_backward(dlogprob: Tensor, logits: Tensor, max: Tensor, sum: Tensor,
     check_dtype("logprob_backward", "target", target, torch.int64)
     check_shape("logprob_backward", "target", target, logits.shape[0])
     return cpu.logprob_backward(dlogprob, logits, max, sum, target, true_cols)
+
+
+def entropy_backward(dentropy: Tensor, logits: Tensor, max: Tensor, sum: Tensor, weighted: Tensor, true_cols: int) -> Tensor:
+    """``dlogits[T, V]`` fp32 = dentropy * p * (W / S - (x - max)) with p = exp(x - max) / S; +0 past ``true_cols``.
+
+    Args:
+        dentropy, max, sum, weighted: ``[T]`` fp32; S and W are the whole vocabulary's.
+        logits: ``[T, V]`` fp32, this shard's.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+    """
+    _check("entropy_backward", logits, true_cols)
+    for name, tensor in (("dentropy", dentropy), ("max", max), ("sum", sum), ("weighted", weighted)):
+        check_dtype("entropy_backward", name, tensor, torch.float32)
+        check_shape("entropy_backward", name, tensor, logits.shape[0])
+    return cpu.entropy_backward(dentropy, logits, max, sum, weighted, true_cols)

@@ -22,12 +22,20 @@ def vocab_max(logits: Tensor, true_cols: int) -> Tensor:
     return torch.where(true.isnan(), float("-inf"), true).amax(-1) + 0.0
 
 
-def vocab_sumexp(logits: Tensor, top: Tensor, order: VocabOrder, lo: int, hi: int) -> Tensor:
-    """``[F, T]``: the nodes of the rank that holds the vocabulary's rows ``[lo, hi)``; columns past the true vocabulary are never read."""
+NEVER = -128.0
+"""exp is +0 well above it, so a weight may be cut there: 0 * -inf is no NaN."""
+
+
+def vocab_sumexp(logits: Tensor, top: Tensor, order: VocabOrder, lo: int, hi: int, weighted: bool = False) -> Tensor:
+    """``[F, T]``: the nodes of the rank that holds the vocabulary's rows ``[lo, hi)``; columns past the true vocabulary are never read.
+
+    ``weighted``: the terms are exp(d) * d, rounded, instead of exp(d), with d = x - max.
+    """
     leaves = torch.full((order.tree.leaves, logits.shape[0]), ABSENT, dtype=torch.float32)
     for start in range(lo, min(hi, order.vocab), order.block):
         stop = min(start + order.block, order.vocab)
-        leaves[order.leaf(start)] = chain_sum(m.exp(logits[:, start - lo : stop - lo] - top.unsqueeze(-1)))
+        d = logits[:, start - lo : stop - lo] - top.unsqueeze(-1)
+        leaves[order.leaf(start)] = chain_sum(m.exp(d) * d.clamp(min=NEVER) if weighted else m.exp(d))
     out = []
     for node in order.frontier(lo, hi):
         part = leaves[node.start : node.stop]
@@ -55,4 +63,18 @@ def logprob_backward(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, targ
     p = m.exp(logits[:, :true_cols] - top.unsqueeze(-1)) / total.unsqueeze(-1)
     hot = target.unsqueeze(-1) == torch.arange(true_cols)
     out[:, :true_cols] = d.unsqueeze(-1) * (hot.float() - p)
+    return out
+
+
+def entropy(total: Tensor, weighted: Tensor) -> Tensor:
+    """``log(S) - W / S`` with S the sum of exp(d) and W that of exp(d) * d."""
+    return m.log(total) - weighted / total
+
+
+def entropy_backward(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor, true_cols: int) -> Tensor:
+    """``dlogits[T, V]`` = d * (p * (W / S - (x - max))) with p = exp(x - max) / S; +0 past ``true_cols``."""
+    out = torch.zeros_like(logits)
+    low = logits[:, :true_cols] - top.unsqueeze(-1)
+    p = m.exp(low) / total.unsqueeze(-1)
+    out[:, :true_cols] = d.unsqueeze(-1) * (p * ((weighted / total).unsqueeze(-1) - low.clamp(min=NEVER)))
     return out
