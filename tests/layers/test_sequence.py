@@ -1,11 +1,15 @@
 """Attention and rotation of a sequence: alone, in a batch, in a pack and before padding it has the same bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tio_megatron.kernels.rope import rope_table
 from tio_megatron.layers.attention import attention
-from tio_megatron.layers.rope import packed_positions, rope
+from tio_megatron.layers.context import global_rows
+from tio_megatron.layers.rope import rope
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 
 LENGTHS = (70, 1, 130)
@@ -67,19 +71,28 @@ def test_attention_gradients_of_a_pack_are_those_of_each_sequence():
         assert_same_bytes(whole, [t.grad for t in part])
 
 
-def test_positions_restart_in_each_sequence():
-    assert packed_positions(starts((2, 0, 3)), 7).tolist() == [0, 1, 0, 1, 2, 0, 1]
-
-
 def test_rope_of_a_pack_is_that_of_each_sequence():
     table = rope_table(130, D, 1e6)
     parts = [part[0] for part in sequences(torch.float32)]
     packed = torch.cat(parts)
-    out = rope(packed, table, starts())
+    out = rope(packed, table, Sequences(starts()))
     assert_same_bytes([rope(part[:, None], table)[:, 0] for part in parts], list(out.split(LENGTHS)))
     assert_same_bytes(parts[0][0], out[0], "position 0 is not rotated")
 
 
 def test_a_table_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="a sequence has 130 tokens but the table holds 64 positions"):
-        rope(torch.cat([part[0] for part in sequences()]), rope_table(64, D, 1e6), starts())
+        rope(torch.cat([part[0] for part in sequences()]), rope_table(64, D, 1e6), Sequences(starts()))
+
+
+@pytest.mark.parametrize("sequences", [Sequences(), Sequences(starts((40, 0, 8)))], ids=["batch", "packed"])
+def test_rope_of_a_rank_of_context_is_its_part_of_the_whole(sequences):
+    table = rope_table(64, D, 1e6)
+    whole = torch.randn(48, 1, HEADS, D, generator=torch.Generator().manual_seed(3)).expand(-1, 2, -1, -1).contiguous()
+    whole = whole if sequences.starts is None else whole[:, 0]
+    expected = rope(whole, table, sequences)
+    for rank in range(2):
+        cut = replace(sequences, rank=rank, ranks=2)
+        own = global_rows(cut, 24).chunk(2)[rank]
+        assert_same_bytes(expected[own], rope(whole[own], table, cut))
+        assert first_mismatch(expected[own], rope(whole[own], table, replace(cut, rank=1 - rank))) is not None

@@ -16,6 +16,8 @@ import torch
 import tio_megatron
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Layout
+from tio_megatron.layers.context import all_tokens, own_tokens
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.testing.ranks import run_ranks
 
 
@@ -108,22 +110,27 @@ def last_stage(results: Sequence[Any]) -> list[Any]:
 def losses(model: Any, batches: Sequence[torch.Tensor], *, backward: bool = False, weight: float = 1.0) -> torch.Tensor | None:
     """Loss per token ``[samples, S]`` fp32 of ``batches`` (each ``[samples, S + 1]``) through megatron-core's own schedule, on the last stage.
 
-    With ``backward`` the gradient of ``weight`` times the sum of all losses is added up.
+    With ``backward`` the gradient of ``weight`` times the sum of all losses is added up. Context-parallel ranks get their tokens here, and
+    all losses come back.
     """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    group = parallel_state.get_context_parallel_group()
+    cut = Sequences(None, group.rank(), group.size())
     found: list[torch.Tensor] = []
     length = batches[0].shape[1] - 1
-    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1) if cut.ranks == 1 else None
 
     def step(iterator: Iterator[torch.Tensor], stage: Any) -> tuple[torch.Tensor, Any]:
         tokens = next(iterator)
-        out = stage(tokens[:, :-1].contiguous(), torch.arange(length).expand(len(tokens), -1), hidden, labels=tokens[:, 1:].contiguous())
+        inputs, labels = (own_tokens(part.contiguous(), cut) for part in (tokens[:, :-1], tokens[:, 1:]))
+        out = stage(inputs, torch.arange(inputs.shape[1]).expand_as(inputs), hidden, labels=labels)
 
         def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            found.append(per_token.detach())
-            # The schedule divides by the number of micro-batches.
-            return per_token.sum() * (weight * len(batches)), {}
+            found.append(all_tokens(per_token, cut, group))
+            # The schedule divides by the number of micro-batches and multiplies by the ranks of context parallelism.
+            return per_token.sum() * (weight * len(batches) / cut.ranks), {}
 
         return out, loss
 

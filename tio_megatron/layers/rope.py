@@ -7,34 +7,22 @@ from typing import Any
 import torch
 
 from tio_megatron.kernels import rope as kernel
+from tio_megatron.layers.sequences import Sequences
 
 
-def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``[tokens]`` int64: each token's position in its own sequence. Tokens behind the last sequence count from 0 again.
-
-    >>> packed_positions(torch.tensor([0, 2, 5]), 6).tolist()
-    [0, 1, 0, 1, 2, 0]
-    """
-    starts = cu_seqlens.to(torch.int64)
-    index = torch.arange(tokens)
-    return index - starts[torch.searchsorted(starts, index, right=True) - 1]
-
-
-def rope(x: torch.Tensor, table: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+def rope(x: torch.Tensor, table: torch.Tensor, sequences: Sequences | None = None) -> torch.Tensor:
     """Rotates the halves of each head by its token's position.
 
     Args:
-        x: ``[S, B, heads, D]``, or ``[T, heads, D]`` with ``cu_seqlens``; bf16 or fp32.
+        x: ``[S, B, heads, D]``, or ``[T, heads, D]`` where ``sequences`` are packed; bf16 or fp32.
         table: ``[positions, D]`` fp32 (cosines, then sines), at least as long as the longest sequence.
-        cu_seqlens: ``[sequences + 1]`` starts of packed sequences; positions restart at each.
+        sequences: where the rows belong; by default whole sequences from position 0.
 
     Raises:
-        ValueError: the table is shorter than a sequence.
+        ValueError: the table is shorter than a sequence, or the sequences do not fit the rows.
     """
-    if cu_seqlens is None:
-        positions = torch.arange(x.shape[0]).repeat_interleave(x.shape[1])
-    else:
-        positions = packed_positions(cu_seqlens, x.shape[0])
+    sequences = sequences or Sequences()
+    _, positions = sequences.rows(x.shape[0], x.shape[1] if sequences.starts is None else 1)
     longest = int(positions.max()) + 1 if positions.numel() else 0
     if longest > table.shape[0]:
         raise ValueError(f"rope: a sequence has {longest} tokens but the table holds {table.shape[0]} positions; make it from the longest sequence")

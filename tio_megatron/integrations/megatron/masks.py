@@ -9,7 +9,7 @@ _accepted = WeakIdKeyDictionary()
 """Masks already looked at, with their version: every layer is given the same one."""
 
 
-def require_causal(mask: torch.Tensor | None, length: int) -> None:
+def require_causal(mask: torch.Tensor | None, length: int, context_ranks: int = 1) -> None:
     """Refuse a mask (True hides) that hides anything but later tokens and padding on the right.
 
     Rows of padding may be anything: nothing reads what they compute.
@@ -17,9 +17,10 @@ def require_causal(mask: torch.Tensor | None, length: int) -> None:
     Args:
         mask: ``None`` (causal) or ``[batch or 1, 1, length, length]`` bool.
         length: tokens of a sequence.
+        context_ranks: size of the context-parallel group. A mask is refused where a rank holds only part of the tokens.
 
     Raises:
-        ValueError: another shape or dtype, or the first entry that a causal mask would not have.
+        ValueError: another shape or dtype, the first entry that a causal mask would not have, or any mask under context parallelism.
 
     >>> hidden = torch.ones(3, 3).triu(1).bool()[None, None]
     >>> require_causal(hidden, 3)
@@ -28,6 +29,8 @@ def require_causal(mask: torch.Tensor | None, length: int) -> None:
     ...
     ValueError: attention: the mask shows token 1 to token 0 (sample 0), which a causal mask hides; only causal masks with padding on the right are supported
     """
+    if mask is not None and context_ranks > 1:
+        raise ValueError(f"attention: a mask {tuple(mask.shape)} under context parallelism is not supported; pass None, which is causal")
     if mask is None or _accepted.get(mask) == mask._version:
         return
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, length, length):

@@ -25,9 +25,10 @@ from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import masks, state
 from tio_megatron.kernels.rope import rope_table
 from tio_megatron.layers.activation import swiglu
-from tio_megatron.layers.attention import attention
+from tio_megatron.layers.context import context_attention
 from tio_megatron.layers.linear import column_parallel, row_parallel
 from tio_megatron.layers.norm import rms_norm
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.layers.vocab import VocabShard, vocab_embedding, vocab_logits
 
 
@@ -102,13 +103,32 @@ class OrderedRMSNorm(torch.nn.Module):
 
 
 class OrderedCoreAttention(MegatronModule):
-    """Softmax attention over whole sequences, in a batch ``[s, b, heads, d]`` or packed ``[t, heads, d]``."""
+    """Softmax attention over whole sequences, in a batch ``[s, b, heads, d]`` or packed ``[t, heads, d]``.
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, softmax_scale: float | None = None, **_: Any) -> None:
+    Under context parallelism ``s`` and ``t`` are this rank's part; whatever ``cp_comm_type`` says, whole sequences are put together
+    (:mod:`tio_megatron.layers.context`), since partial softmaxes merged in ring order have other bytes.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) or attention_type != "self":
             raise ValueError(f"attention: {attention_type} attention with mask {attn_mask_type.name} is not supported; causal self-attention is")
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        ranks = config.context_parallel_size
+        if pg_collection is None and ranks > 1:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = None if pg_collection is None else pg_collection.cp
+        if self.cp_group is not None and self.cp_group.size() != ranks:
+            raise ValueError(f"attention: context_parallel_size={ranks}, but the context-parallel group has {self.cp_group.size()} ranks; they must agree")
 
     def forward(
         self,
@@ -123,17 +143,20 @@ class OrderedCoreAttention(MegatronModule):
         """The heads of each token joined: ``[s, b, heads * d]`` or ``[t, heads * d]``.
 
         Raises:
-            ValueError: an attention bias, a mask that is not causal (padding on the right apart), or a packed format other than thd.
+            ValueError: an attention bias, a mask that is not causal (padding on the right apart; under context parallelism any mask), a packed
+                format other than thd, or sequences that do not divide into the chunks of context parallelism.
         """
         state.active()
         if attention_bias is not None:
             raise ValueError("attention: attention_bias (alibi and others) is not supported; pass None")
+        rank, ranks = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
         if packed_seq_params is None:
-            masks.require_causal(attention_mask, query.shape[0])
+            masks.require_causal(attention_mask, query.shape[0], ranks)
             starts = None
         else:
             starts = packed_starts(packed_seq_params)
-        return attention(query, key, value, scale=self.scale, cu_seqlens=starts).flatten(-2)
+        sequences = Sequences(starts, rank, ranks)
+        return context_attention(query, key, value, scale=self.scale, sequences=sequences, group=self.cp_group).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -206,10 +229,20 @@ class OrderedRotaryEmbedding(RotaryEmbedding):
         self.dim, self.base, self.cp_group = kv_channels, base, cp_group
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
-        """``[positions, 1, 1, d]`` fp32, cosines then sines."""
+        """``[positions, 1, 1, d]`` fp32, cosines then sines: of all positions, since under context parallelism the rotation picks a rank's own."""
         if offset:
             raise ValueError(f"rope: offset {offset} is not supported; positions count from 0 in each sequence")
         return rope_table(int(max_seq_len), self.dim, float(self.base))[:, None, None, :]
+
+    def get_rotary_seq_len(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> int:
+        """Stock's length, and no less than the longest packed sample with its padding, which ``max_seqlen_q`` may leave out."""
+        if len(args) > 4:
+            *args, packed_seq_params = args  # type: ignore[assignment]
+        length = int(super().get_rotary_seq_len(*args, packed_seq_params=packed_seq_params, **kwargs))
+        if packed_seq_params is None:
+            return length
+        sizes = packed_starts(packed_seq_params).diff()
+        return max(length, int(sizes.max())) if sizes.numel() else length
 
 
 def packed_starts(packed_seq_params: Any) -> torch.Tensor:
@@ -218,10 +251,12 @@ def packed_starts(packed_seq_params: Any) -> torch.Tensor:
     Padded starts when given: the padding of a sequence comes last in it, so its true tokens never see it, and sequences stay apart.
 
     Raises:
-        ValueError: another format than thd, or different starts for queries and keys.
+        ValueError: another format than thd, different starts for queries and keys, or a context-parallel group of their own.
     """
     if packed_seq_params.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format {packed_seq_params.qkv_format!r} is not supported; 'thd' is")
+    if packed_seq_params.local_cp_size is not None or packed_seq_params.cp_group is not None:
+        raise ValueError("packed sequences: local_cp_size and cp_group (hybrid context parallelism) are not supported; leave them None")
     starts, keys = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
     if packed_seq_params.cu_seqlens_q_padded is not None:
         starts, keys = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_kv_padded

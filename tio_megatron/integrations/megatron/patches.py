@@ -85,11 +85,13 @@ def rotate(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
     ) -> torch.Tensor:
         from tio_megatron.layers.rope import rope
+        from tio_megatron.layers.sequences import Sequences
 
         # Row 0 of the table holds cosines of 0; angles at position 0 are 0.
         if freqs.dtype != torch.float32 or freqs.shape[-1] != t.shape[-1] or float(freqs[0, 0, 0, 0]) != 1.0 or mscale != 1.0:
             raise ValueError("rope: angles of a stock rotary embedding reached the ordered rotation; build the model under tio_megatron.apply()")
-        return rope(t, freqs[:, 0, 0], cu_seqlens)
+        rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
+        return rope(t, freqs[:, 0, 0], Sequences(cu_seqlens, rank, ranks))
 
     return apply_rotary_pos_emb
 

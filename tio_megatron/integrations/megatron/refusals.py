@@ -13,12 +13,10 @@ from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.integrations.megatron.moe_spec import moe_refusals
 from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 
-ONE_RANK_OF_CONTEXT = "context parallelism is not supported yet"
 CONFIG_RULES = (
     Rule("hidden_dropout", (0.0,), "dropout is random per layout"),
     Rule("attention_dropout", (0.0,), "dropout is random per layout"),
-    Rule("context_parallel_size", (1,), ONE_RANK_OF_CONTEXT),
-    Rule("hybrid_context_parallel", OFF, ONE_RANK_OF_CONTEXT),
+    Rule("hybrid_context_parallel", OFF, "groups that differ from sample to sample are not supported"),
     Rule("params_dtype", (torch.bfloat16, torch.float32), "only these element types have kernels"),
     Rule("fp16", OFF, "half precision has no kernels"),
     Rule("fp8", (None,), "quantized products have no fixed order"),
@@ -69,6 +67,9 @@ CONFIG_RULES = (
     Rule("is_hybrid_model", OFF, "state-space layers are not supported"),
     Rule("test_mode", OFF, "it computes on the side"),
 )
+CONTEXT_RULES = (
+    Rule("cp_comm_type", (None, "p2p", "all_gather", "a2a", "a2a+p2p"), "all of megatron-core's values name the same movement here, for all layers alike"),
+)
 MODEL_RULES = (
     Rule("position_embedding_type", ("rope",), "only rotary positions have a kernel"),
     Rule("rotary_percent", (1.0,), "whole heads are rotated"),
@@ -91,6 +92,8 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
         ValueError: lists every option by name, and every product whose cut does not fall on leaves, each with what would work.
     """
     lines = broken(CONFIG_RULES, config) + broken(MODEL_RULES, arguments)
+    if config.context_parallel_size > 1:
+        lines += broken(CONTEXT_RULES, config)
     if config.num_moe_experts:
         named = {line.partition("=")[0] for line in lines}
         lines += [line for line in moe_refusals(config) if line.partition("=")[0] not in named]
@@ -103,7 +106,13 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
 def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Iterator[str]:
     """Products whose cut does not fall on leaves. How layers are spread over pipeline stages is megatron-core's own affair."""
     tp = config.tensor_model_parallel_size
-    layout = Layout(tp=tp, ep=config.expert_model_parallel_size, etp=config.expert_tensor_parallel_size, sp=config.sequence_parallel and tp > 1)
+    layout = Layout(
+        tp=tp,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size,
+        sp=config.sequence_parallel and tp > 1,
+        cp=config.context_parallel_size,
+    )
     shape = ModelShape(
         layers=config.num_layers,
         hidden=config.hidden_size,

@@ -5,6 +5,7 @@ Legend: ``n`` tokens of a sequence, ``V`` true vocabulary, ``S`` common padded l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from tio_megatron.collectives import all_gather
 from tio_megatron.integrations.megatron.modules import vocab_shard
+from tio_megatron.layers.context import all_tokens, global_rows, own_tokens
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_logprob, vocab_logprob_rows
 
 
@@ -42,6 +46,12 @@ class _Batch:
     """Per sequence: its row, its first column and its number of tokens."""
     packed: PackedSeqParams | None = None
 
+    @property
+    def sequences(self) -> Sequences:
+        """Which of its tokens are this rank's under context parallelism."""
+        starts = None if self.packed is None else self.packed.cu_seqlens_q
+        return Sequences(starts, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+
 
 @torch.no_grad()
 def token_logprobs(
@@ -54,6 +64,8 @@ def token_logprobs(
     batch: int | None = None,
 ) -> Scores | None:
     """Score ``sequences``: every rank of the model calls this with the same arguments (ranks that differ in data parallelism with their own).
+
+    Under context parallelism every rank gives whole sequences; they are padded and cut here, and the scores are put together again.
 
     Args:
         model: a ``GPTModel`` built under ``apply()``, possibly wrapped; this rank's pipeline stage.
@@ -81,22 +93,25 @@ def token_logprobs(
     inner = _unwrapped(model)
     config = inner.config
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    batches = list(_batches(ids, batch or len(ids), packed, multiple, alike=pipeline > 1))
+    context = parallel_state.get_context_parallel_world_size()
+    chunks = 2 * context if context > 1 else 1
+    slices = context * config.tensor_model_parallel_size if config.sequence_parallel else 1
+    batches = list(_batches(ids, batch or len(ids), packed, chunks, math.lcm(chunks, slices), alike=pipeline > 1))
     scores = Scores()
 
     def collect(output: torch.Tensor, item: _Batch) -> None:
         shard = _shard(inner, output)
         group = inner.tp_group if shard.ranks > 1 else None
         output = at_temperature(output, temperature)
-        logprobs = vocab_logprob(output, item.targets, shard, group=group)
+        cut = item.sequences
+        logprobs = all_tokens(vocab_logprob(output, own_tokens(item.targets, cut), shard, group=group), cut, inner.cp_group)
         first = len(scores.logprobs)
         scores.logprobs += [logprobs[row, start : start + length - 1].clone() for row, start, length in item.places]
         if rows is not None:
             asked = wanted[first : first + len(item.places)]
             places = [(row, start + p) for (row, start, _), positions in zip(item.places, asked, strict=True) for p in positions]
             at = torch.tensor(places, dtype=torch.int64).view(-1, 2)
-            scores.rows += vocab_logprob_rows(output[at[:, 0], at[:, 1]], shard, group=group).split([len(positions) for positions in asked])
+            scores.rows += _rows(output, at, cut, shard, group, inner.cp_group).split([len(positions) for positions in asked])
 
     training = model.training
     model.eval()
@@ -112,10 +127,25 @@ def token_logprobs(
 
 
 def _run(model: Any, item: _Batch) -> torch.Tensor:
-    positions = torch.arange(item.tokens.shape[1]).expand_as(item.tokens)
+    # Rotary positions come from where the tokens lie, not from these ids, which stock asks for all the same.
+    tokens, padding = own_tokens(item.tokens, item.sequences), own_tokens(item.padding, item.sequences)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     # Only a router reads the mask: padding is never sent to an expert.
-    padding = item.padding if _unwrapped(model).config.num_moe_experts and item.padding.any() else None
-    return model(item.tokens, positions, None, packed_seq_params=item.packed, padding_mask=padding)
+    routed = padding if _unwrapped(model).config.num_moe_experts and item.padding.any() else None
+    return model(tokens, positions, None, packed_seq_params=item.packed, padding_mask=routed)
+
+
+def _rows(output: torch.Tensor, at: torch.Tensor, cut: Sequences, shard: VocabShard, group: Any, cp_group: Any) -> torch.Tensor:
+    """The whole distributions ``[places, V]`` at ``at`` ``[places, 2]`` (row and column of the uncut batch), each from the rank that holds it."""
+    if cut.ranks == 1:
+        return vocab_logprob_rows(output[at[:, 0], at[:, 1]], shard, group=group)
+    length = output.shape[1]
+    held = global_rows(cut, length).argsort()[at[:, 1]]
+    owner = held // length
+    mine = owner == cut.rank
+    found = vocab_logprob_rows(output[at[mine, 0], held[mine] % length], shard, group=group)
+    sizes = [int((owner == rank).sum()) for rank in range(cut.ranks)]
+    return all_gather(found.contiguous(), cp_group, sizes=sizes).index_select(0, owner.argsort(stable=True).argsort())
 
 
 def _pipeline(model: Any, batches: list[_Batch], collect: Callable[[torch.Tensor, _Batch], None]) -> None:
@@ -143,14 +173,17 @@ def _pipeline(model: Any, batches: list[_Batch], collect: Callable[[torch.Tensor
     )
 
 
-def _batches(ids: list[torch.Tensor], batch: int, packed: bool, multiple: int, alike: bool) -> Iterator[_Batch]:
-    """Cut the sequences into forward passes whose lengths are multiples of ``multiple``; ``alike`` gives all the same shape, as a pipeline needs."""
+def _batches(ids: list[torch.Tensor], batch: int, packed: bool, chunks: int, multiple: int, alike: bool) -> Iterator[_Batch]:
+    """Cut the sequences into forward passes whose lengths are multiples of ``multiple``, packed ones each padded to a multiple of ``chunks``.
+
+    ``alike`` gives all the same shape, as a pipeline needs.
+    """
     groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
-    lengths = [sum(map(len, group)) if packed else max(map(len, group)) for group in groups]
+    lengths = [sum(_up(len(one), chunks) for one in group) if packed else max(map(len, group)) for group in groups]
     if alike:
         lengths = [max(lengths)] * len(groups)
     for group, length in zip(groups, lengths, strict=True):
-        length = -(-length // multiple) * multiple
+        length = _up(length, multiple)
         count = 1 if packed else (batch if alike else len(group))
         tokens, targets = torch.zeros(2, count, length, dtype=torch.int64)
         padding = torch.ones(count, length, dtype=torch.bool)
@@ -162,8 +195,12 @@ def _batches(ids: list[torch.Tensor], batch: int, packed: bool, multiple: int, a
             targets[place[0], place[1] : place[1] + place[2] - 1] = sequence[1:]
             padding[place[0], place[1] : place[1] + place[2]] = False
             places.append(place)
-            start += len(sequence)
-        yield _Batch(tokens, targets, padding, places, _packing([length for _, _, length in places], length) if packed else None)
+            start += _up(len(sequence), chunks)
+        yield _Batch(tokens, targets, padding, places, _packing([_up(n, chunks) for _, _, n in places], length) if packed else None)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _packing(lengths: list[int], total: int) -> PackedSeqParams:
