@@ -24,7 +24,7 @@ SEQUENCES = ragged((170, 1, 65, 97))
 
 @dataclass(frozen=True)
 class Row:
-    """``tp``, ``ep``, ``etp``, ``pp``, dispatcher, top-k, dtype, grouped experts; sequence parallelism with tp unless ``inference``."""
+    """``tp``, ``ep``, ``etp``, ``pp``, ``cp``, dispatcher, top-k, dtype, grouped experts; sequence parallelism with tp unless ``inference``."""
 
     tp: int = 1
     ep: int = 1
@@ -35,20 +35,21 @@ class Row:
     dtype: str = "float32"
     grouped: bool = True
     inference: bool = False
+    cp: int = 1
 
     @property
     def world(self):
-        return self.pp * max(self.tp, self.ep * self.etp)
+        return self.pp * max(self.tp * self.cp, self.ep * self.etp)
 
     def setup(self, **fields):
         """With further fields of Megatron's config."""
-        dp = self.world // self.pp // self.tp
-        layout = Layout(tp=self.tp, ep=self.ep, etp=self.etp, pp=self.pp, sp=self.tp > 1 and not self.inference, dp=dp)
+        dp = self.world // self.pp // self.tp // self.cp
+        layout = Layout(tp=self.tp, ep=self.ep, etp=self.etp, pp=self.pp, cp=self.cp, sp=self.tp > 1 and not self.inference, dp=dp)
         chosen = {"moe_token_dispatcher_type": self.way, "moe_grouped_gemm": self.grouped}
         return Setup(folder(self.k, self.dtype), layout, fields=chosen | fields)
 
     def __str__(self):
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "ep", "etp", "pp") if getattr(self, name) > 1]
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "ep", "etp", "pp", "cp") if getattr(self, name) > 1]
         return "-".join([*sizes, self.way, f"k{self.k}", self.dtype, "grouped" if self.grouped else "sequential"] + ["inference"] * self.inference)
 
 

@@ -4,14 +4,18 @@ from functools import cache
 
 import pytest
 import torch
+from context_plants import gradients_summed_over_ranks
 from tiny_megatron import Setup, losses, on_ranks_each
 
 from tio_megatron.contract import Layout
 from tio_megatron.kernels import linear as products
+from tio_megatron.layers import context
+from tio_megatron.layers.context import global_rows
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 from tio_megatron.testing.qwen3 import DENSE, write_tiny
 
-TOKENS = torch.randint(700, (4, 69), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(700, (4, 73), generator=torch.Generator().manual_seed(5))
 KINDS = {"fp32": dict(torch_dtype="float32"), "bf16 tied": dict(tie_word_embeddings=True)}
 
 
@@ -34,9 +38,11 @@ def at_the_embedding(folders, layout, micro_batches):
     ranks = on_ranks_each([Setup(path, layout) for path in folders.values()], work)
     first_stage = [dict(zip(folders, found, strict=True)) for found in ranks if found[0] is not None]
     if not layout.sp:
-        assert_same_bytes(first_stage, [first_stage[0]] * len(first_stage), "every rank has the whole gradient")
-        return first_stage[0]
-    return {kind: torch.cat([found[kind] for found in first_stage]) for kind in folders}
+        assert_same_bytes(first_stage, [first_stage[rank - rank % layout.tp] for rank in range(len(first_stage))], "every rank of TP has the whole gradient")
+        first_stage = first_stage[:: layout.tp]
+    whole = {kind: torch.cat([found[kind] for found in first_stage]) for kind in folders}
+    order = global_rows(Sequences(ranks=layout.cp), (TOKENS.shape[1] - 1) // layout.cp).argsort()
+    return {kind: rows[order] for kind, rows in whole.items()}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +57,13 @@ def expected(folders):
         (Layout(tp=2), 1),
         (Layout(tp=4, sp=True), 2),
         (Layout(tp=2, pp=2, sp=True), 4),
+        (Layout(cp=2), 2),
+        (Layout(tp=2, cp=2, sp=True), 1),
         pytest.param(Layout(tp=2, sp=True), 1, marks=pytest.mark.full),
         pytest.param(Layout(tp=4), 1, marks=pytest.mark.full),
         pytest.param(Layout(pp=2), 2, marks=pytest.mark.full),
+        pytest.param(Layout(cp=4), 1, marks=pytest.mark.full),
+        pytest.param(Layout(pp=2, cp=2), 2, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -66,4 +76,10 @@ def test_a_planted_order_is_caught(folders, expected, monkeypatch):
     product = products.matmul
     monkeypatch.setattr(products, "matmul", lambda a, b, *, leaves=1, paired=False, out_dtype=torch.float32: product(a, b, paired=paired, out_dtype=out_dtype))
     wrong = at_the_embedding(folders, Layout(tp=2), 1)
+    assert all(first_mismatch(expected()[kind], wrong[kind]) for kind in folders)
+
+
+def test_gradients_of_keys_added_over_ranks_are_caught(folders, expected, monkeypatch):
+    monkeypatch.setattr(context, "attention", gradients_summed_over_ranks(2))
+    wrong = at_the_embedding(folders, Layout(cp=2), 1)
     assert all(first_mismatch(expected()[kind], wrong[kind]) for kind in folders)

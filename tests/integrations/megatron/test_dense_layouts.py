@@ -4,12 +4,14 @@ from functools import cache
 
 import pytest
 import torch
+from context_plants import ring_merge
 from tiny_megatron import Setup, losses, on_ranks, on_ranks_each
 
 from tio_megatron import collectives
 from tio_megatron.contract import Contract, Cuts, Layout
 from tio_megatron.integrations.megatron import token_logprobs
 from tio_megatron.kernels import linear as products
+from tio_megatron.layers import context
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 from tio_megatron.testing.qwen3 import DENSE, ragged, write_tiny
 
@@ -30,9 +32,11 @@ ROWS = {
     Layout(tp=4, sp=True): ["together"],
     Layout(pp=2): ["alone"],
     Layout(tp=2, pp=2, sp=True): ["packed in pairs"],
+    Layout(cp=2): ["together", "packed in pairs"],
+    Layout(tp=2, cp=2, sp=True): ["packed"],
 }
 """Layouts, and how each is fed in CI."""
-FULL_LAYOUTS = [*ROWS, Layout(tp=2, dp=2)]
+FULL_LAYOUTS = [*ROWS, Layout(tp=2, dp=2), Layout(cp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=2), Layout(cp=2, dp=2)]
 SEQUENCES = ragged()
 WANTED = [[0, 63, 64, 169], [0], [64], []]
 
@@ -91,16 +95,19 @@ def test_same_bytes_as_one_rank_for_every_kind_and_feed(layout, folder, expected
     compare(folder, expected, layout, list(KINDS), list(FEEDS))
 
 
-@pytest.mark.parametrize("layout", [layout for layout in ROWS if layout.tp > 1], ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in ROWS if layout.tp > 1 or layout.cp > 1], ids=str)
 def test_a_planted_order_is_caught_on_the_same_row(layout, folder, expected, monkeypatch):
-    """TP 4: partial sums added rank after rank. TP 2, where two terms commute: one leaf per rank instead of the contract's."""
-    if layout.tp > 2:
+    """CP: partial softmaxes merged in ring order. TP 4: partial sums added rank after rank. TP 2, where two terms commute: one leaf per rank
+    instead of the contract's."""
+    if layout.cp > 1:
+        monkeypatch.setattr(context, "attention", ring_merge(layout.cp))
+    elif layout.tp > 2:
         monkeypatch.setattr(collectives, "all_reduce", rank_after_rank)
         monkeypatch.setattr(collectives, "reduce_scatter", rank_after_rank_scattered)
     else:
         product = products.linear
         monkeypatch.setattr(products, "linear", lambda x, w, *, leaves, out_dtype=None: product(x, w, leaves=1, out_dtype=out_dtype))
-    (feed,) = ROWS[layout]
+    feed = ROWS[layout][-1]
     got = scored(folder, layout, CI_KINDS, [feed])[0]
     for kind in CI_KINDS:
         assert first_mismatch(expected(kind), got[kind][feed]) is not None, kind

@@ -41,7 +41,7 @@ def test_switches_that_do_not_reach_our_layers_are_allowed(fusion):
 WRONG = dict(
     hidden_dropout=0.1,
     attention_dropout=0.1,
-    context_parallel_size=2,
+    hybrid_context_parallel=True,
     params_dtype=torch.float16,
     fp16=True,
     fp8="e4m3",
@@ -101,9 +101,21 @@ def test_a_model_argument_is_refused_by_its_name(argument, value):
         refusals.check(config(), MODEL | {argument: value}, Contract(), 700)
 
 
+@pytest.mark.parametrize("movement", [None, "p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_every_movement_of_context_parallelism_is_allowed(movement):
+    refusals.check(config(context_parallel_size=2, cp_comm_type=movement), MODEL, Contract(), 700)
+
+
+def test_a_movement_for_each_layer_is_refused():
+    layers = ["p2p", "a2a"]
+    refusals.check(config(cp_comm_type=layers), MODEL, Contract(), 700)
+    with pytest.raises(ValueError, match=r"\n  cp_comm_type=\['p2p', 'a2a'\]: .* for all layers alike; .*'a2a' .*would work"):
+        refusals.check(config(context_parallel_size=2, cp_comm_type=layers), MODEL, Contract(), 700)
+
+
 def test_every_rule_names_a_field_that_exists():
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert {rule.option for rule in refusals.CONFIG_RULES} <= fields
+    assert {rule.option for rule in refusals.CONFIG_RULES + refusals.CONTEXT_RULES} <= fields
 
 
 def test_all_options_are_listed_at_once():
@@ -192,6 +204,14 @@ def test_masks_that_are_not():
             masks.require_causal(wrong, 4)
 
 
+def test_a_mask_is_refused_under_context_parallelism():
+    masks.require_causal(None, 4, 2)
+    mask = hidden(4, 4)
+    masks.require_causal(mask, 4)
+    with pytest.raises(ValueError, match=r"a mask \(1, 1, 4, 4\) under context parallelism is not supported; pass None"):
+        masks.require_causal(mask, 4, 2)
+
+
 def test_a_mask_changed_in_place_is_looked_at_again():
     mask = hidden(4, 4)
     masks.require_causal(mask, 4)
@@ -207,5 +227,7 @@ def test_packed_formats():
     assert modules.packed_starts(PackedSeqParams("thd", starts, starts, padded, padded)) is padded
     with pytest.raises(ValueError, match="'sbhd' is not supported"):
         modules.packed_starts(PackedSeqParams("sbhd", starts, starts))
+    with pytest.raises(ValueError, match=r"local_cp_size and cp_group \(hybrid context parallelism\) are not supported"):
+        modules.packed_starts(PackedSeqParams("thd", starts, starts, local_cp_size=2))
     with pytest.raises(ValueError, match="different places"):
         modules.packed_starts(PackedSeqParams("thd", starts, padded))

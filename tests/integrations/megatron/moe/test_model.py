@@ -8,12 +8,17 @@ import moe_models as models
 import moe_world as world
 import pytest
 import torch
+from context_plants import ring_merge
 from megatron.core import parallel_state
 from moe_models import Row
 from tiny_megatron import build, losses, running
 
 from tio_megatron.checkpoint import Checkpoint
+from tio_megatron.collectives import all_gather
 from tio_megatron.integrations.megatron import token_logprobs
+from tio_megatron.layers import context
+from tio_megatron.layers.context import all_tokens
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
 from tio_megatron.testing.qwen3 import ragged
 
@@ -29,6 +34,8 @@ ROWS = [
     Row(pp=2, ep=2, tp=2, way="allgather"),
     Row(pp=2, ep=2, k=2, dtype="bfloat16"),
     Row(tp=2, ep=2, etp=2, inference=True),
+    Row(cp=2, ep=2),
+    Row(cp=2, ep=2, way="allgather", k=8, dtype="bfloat16"),
 ]
 FULL = [
     Row(tp=tp, ep=ep, etp=etp, pp=pp, way=way, k=k, dtype=dtype, grouped=grouped, inference=inference)
@@ -39,6 +46,12 @@ FULL = [
     )
     for way in ("alltoall", "allgather")
     for k, dtype, grouped in ((2, "float32", True), (4, "bfloat16", False), (8, "float32", False))
+]
+FULL += [
+    Row(tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, way=way, dtype=dtype)
+    for tp, cp, ep, etp, pp in ((1, 2, 1, 1, 1), (1, 4, 1, 1, 1), (1, 4, 4, 1, 1), (2, 2, 2, 1, 1), (2, 2, 4, 1, 1), (2, 2, 2, 2, 1), (1, 2, 2, 1, 2))
+    for way in ("alltoall", "allgather")
+    for dtype in ("float32", "bfloat16")
 ]
 
 
@@ -53,6 +66,8 @@ def table():
 def test_every_layout_gives_the_log_probabilities_of_one_rank(row):
     kind = SimpleNamespace(dtype="bf16" if row.dtype == "bfloat16" else "fp32", k=row.k, etp=row.etp, ep=row.ep, way=row.way)
     plants = {name: world.PLANTS[name] for name in world.plants_for(kind)}
+    if row.cp > 1:
+        plants["ring_merge"] = lambda: world.replaced((context, "attention", ring_merge(row.cp)))
     results = run_ranks(row.world, models.scores, row, plants, timeout=300)
     expected = models.alone(row.k, row.dtype)
     assert_same_bytes(models.joined(results, "ours"), expected, str(row))
@@ -72,7 +87,14 @@ def gradient_of_embedding(rank, row, plant=contextlib.nullcontext):
         with plant():
             losses(model, [mine], backward=True, weight=2.0**-9)
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank() if setup.layout.sp else 0
-        return (place, {"dx": found[0]}) if found else None
+        if not found:
+            return None
+        if row.cp == 1:
+            return place, {"dx": found[0]}
+        # Slices of sequence parallelism joined, then those of context parallelism: the whole of these samples, on every rank.
+        own = all_gather(found[0], parallel_state.get_tensor_model_parallel_group()) if setup.layout.sp else found[0]
+        group = parallel_state.get_context_parallel_group()
+        return (place[0], 0), {"dx": all_tokens(own.transpose(0, 1), Sequences(None, group.rank(), group.size()), group).transpose(0, 1)}
 
 
 @functools.cache
@@ -80,10 +102,10 @@ def gradient_alone(k, dtype):
     return run_ranks(1, gradient_of_embedding, Row(k=k, dtype=dtype), timeout=120)[0][1]["dx"]
 
 
-TRAINED = [row for row in ROWS if not row.inference]
+TRAINED = [row for row in [*ROWS, Row(tp=2, cp=2, ep=2), Row(tp=2, cp=2, ep=4, way="allgather"), Row(cp=2, pp=2, ep=2)] if not row.inference]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=() if i in (1, 6, 8) else pytest.mark.full) for i, row in enumerate(TRAINED)])
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=() if i in (1, 6, 8, 10) else pytest.mark.full) for i, row in enumerate(TRAINED)])
 def test_every_layout_gives_the_gradient_of_the_embedding_of_one_rank(row):
     """Through every layer: attention, both products, router and dispatch send back the same bytes."""
     results = [result for result in run_ranks(row.world, gradient_of_embedding, row, timeout=200) if result is not None]
@@ -96,7 +118,7 @@ def test_the_gradient_of_the_embedding_notices(name):
     assert first_mismatch(planted, gradient_alone(4, "float32")) is not None
 
 
-@pytest.mark.parametrize("row", [Row(), Row(tp=2, ep=2, pp=2)], ids=str)
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, ep=2, pp=2), pytest.param(Row(tp=2, cp=2, ep=2), marks=pytest.mark.full)], ids=str)
 def test_scoring_sends_no_padding_to_an_expert(row):
     """Sequences of very different lengths in one batch: each layer routes exactly their tokens, on every pipeline stage."""
 
@@ -111,5 +133,5 @@ def test_scoring_sends_no_padding_to_an_expert(row):
             return routed
 
     results = run_ranks(row.world, work, timeout=120)
-    layers = sum(len(routed) for routed in results) // row.tp
+    layers = sum(len(routed) for routed in results) // (row.tp * row.cp)
     assert sum(map(sum, results)) == layers * sum(map(len, models.SEQUENCES))
