@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from tests.integrations.vllm.checkpoints import VOCABULARY
 from tests.integrations.vllm.teacher import Teacher
+from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.vllm import engine_options, plugin
+from tio_megatron.integrations.vllm import engine_options, plugin, push_weights
 from tio_megatron.testing import assert_same_bytes
 
 LENGTHS = (1, 5, 64, 65, 150, 300)
@@ -125,7 +127,7 @@ class Engine:
             answers = [self.llm.generate([request], [one], use_tqdm=False)[0] for request, one in zip(requests, chosen, strict=True)]
         else:
             answers = self.llm.generate(requests, chosen, use_tqdm=False)
-        return [_scored(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+        return [scored(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
 
     def check(self, scored: Sequence[Scored], teacher: Teacher | None = None, temperature: float = 1.0, what: str = "") -> int:
         """Every returned log-probability has the teacher's bytes; returns how many there were."""
@@ -171,13 +173,32 @@ class Engine:
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
 
 
+def broken_off(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The first ``count`` of ``tensors``, then the trainer fails."""
+    yield from itertools.islice(tensors, count)
+    raise KeyError("the trainer failed")
+
+
+def aborted_push_and_back(engine: Engine, folder: Path) -> None:
+    """Half of ``folder`` is pushed: requests are refused with the reason, twice, and the engine lives; all of it is pushed: right bytes."""
+    asked = prompts((5, 150), seed=21)
+    with pytest.raises(KeyError):
+        push_weights(engine.llm, broken_off(Checkpoint(folder).tensors(), 20), engine.contract, bucket_bytes=100_000)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="weights are not whole: an update of the weights was aborted; load all of them again"):
+            engine.generate(asked)
+    push_weights(engine.llm, Checkpoint(folder).tensors(), engine.contract, bucket_bytes=100_000)
+    engine.check(engine.generate(asked), engine.teacher(folder), what="after an aborted push")
+
+
 def _pick(rows: torch.Tensor, tokens: list[int], start: int, stop: int) -> torch.Tensor:
     """The log-probabilities of ``tokens[start:stop]``."""
     at = torch.arange(start, stop)
     return rows[at - 1, torch.tensor(tokens)[at]]
 
 
-def _scored(prompt: list[int], answer: Any) -> Scored:
+def scored(prompt: list[int], answer: Any) -> Scored:
+    """vLLM's answer to one request."""
     tokens = list(answer.outputs[0].token_ids)
     sampled = torch.tensor([row[token].logprob for row, token in zip(answer.outputs[0].logprobs, tokens, strict=True)])
     prompted = None

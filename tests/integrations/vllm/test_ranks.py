@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.engines import LENGTHS, Engine, prompts
+from tests.integrations.vllm.engines import LENGTHS, Engine, aborted_push_and_back, prompts
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.integrations.vllm import push_weights, rollout_contract, trainer_side
 
@@ -90,6 +90,19 @@ def test_other_bytes_are_named_across_processes(ranks: Engine, monkeypatch: pyte
     monkeypatch.undo()
     push_weights(ranks.llm, Checkpoint(ranks.folder).tensors(), ranks.contract)
     ranks.check(ranks.generate(prompts((5,), seed=34)))
+
+
+def test_an_aborted_push_refuses_requests_and_everything_again_mends_it(ranks: Engine) -> None:
+    aborted_push_and_back(ranks, ranks.second)
+    aborted_push_and_back(ranks, ranks.folder)
+
+
+def test_a_method_that_fails_on_every_rank_leaves_them_in_step(ranks: Engine) -> None:
+    for _ in range(2):
+        with pytest.raises(Exception, match="no_such_file"):
+            ranks.rpc("tio_load", "no_such_file")
+        assert ranks.rpc("tio_contract")["layout"].startswith("TP")
+    ranks.check(ranks.generate(prompts((5,), seed=36)))
 
 
 def test_planted_wrong_orders_are_seen(ranks: Engine) -> None:

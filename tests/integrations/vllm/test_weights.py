@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 
-from tests.integrations.vllm.engines import Engine, prompts
+from tests.integrations.vllm.engines import Engine, aborted_push_and_back, broken_off, prompts, scored
 from tests.integrations.vllm.teacher import Teacher
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Cuts
@@ -139,6 +141,30 @@ def test_unknown_and_misshapen_tensors(restored: Engine, moe: tuple[Path, Path],
         restored.model()(torch.tensor([3]), torch.tensor([0]))
     load_by_vllm(restored, moe[1])
     restored.check(restored.generate(ASKED), restored.teacher(moe[1]))
+
+
+def test_an_aborted_push_refuses_requests_and_everything_again_mends_it(restored: Engine, moe: tuple[Path, Path]) -> None:
+    aborted_push_and_back(restored, moe[1])
+
+
+def test_a_push_aborted_before_anything_arrived_changes_nothing(chunked: Engine) -> None:
+    with pytest.raises(KeyError):
+        push_weights(chunked.llm, broken_off(Checkpoint(chunked.folder).tensors(), 0), chunked.contract)
+    chunked.check(chunked.generate(ASKED))
+
+
+def test_a_paused_engine_keeps_its_requests(restored: Engine, moe: tuple[Path, Path]) -> None:
+    """Stock's way to update under load: requests that come during a pause wait, whole weights or not."""
+    core = restored.llm.llm_engine.engine_core.engine_core
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    with pytest.raises(KeyError):
+        push_weights(restored.llm, broken_off(Checkpoint(moe[1]).tensors(), 20), restored.contract, bucket_bytes=100_000)
+    restored.llm.enqueue([dict(prompt_token_ids=ASKED[0])], SamplingParams(temperature=0, max_tokens=2, logprobs=0, detokenize=False), use_tqdm=False)
+    assert restored.llm.llm_engine.step() == []
+    push_weights(restored.llm, Checkpoint(moe[1]).tensors(), restored.contract)
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    (answer,) = restored.llm.wait_for_completion(use_tqdm=False)
+    restored.check([scored(ASKED[0], answer)], restored.teacher(moe[1]))
 
 
 def test_sleep_and_wake_keep_the_weights(restored: Engine, moe: tuple[Path, Path]) -> None:

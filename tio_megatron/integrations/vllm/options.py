@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
 
 WORKER = "tio_megatron.integrations.vllm.worker.TioWorker"
+SCHEDULER = "tio_megatron.integrations.vllm.scheduler.TioScheduler"
 
 
 def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, tp: int = 1, expert_parallel: bool = False, **others: Any) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM`` (or ``AsyncEngineArgs``) that put ``contract`` in force in that engine.
 
     The same by hand: ``worker_cls="tio_megatron.integrations.vllm.worker.TioWorker"``,
-    ``additional_config={"tio_contract": ...}``, ``weight_transfer_config={"backend": "tio"}``.
+    ``additional_config={"tio_contract": ...}``, ``weight_transfer_config={"backend": "tio"}``, and for several ranks
+    ``scheduler_cls="tio_megatron.integrations.vllm.scheduler.TioScheduler"``. Where vLLM is installed, this process's front end is patched too, so
+    that it says in one line what is not covered (:mod:`.front`).
 
     Args:
         contract: anything that :func:`tio_megatron.contract.environment.read` takes; the default contract by default.
@@ -35,5 +39,9 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         "enforce_eager": True,
     }
     if tp > 1:
-        options["distributed_executor_backend"] = "mp"
+        options |= {"distributed_executor_backend": "mp", "scheduler_cls": SCHEDULER}
+    if importlib.util.find_spec("vllm") is not None:
+        from tio_megatron.integrations.vllm import front
+
+        front.install()
     return options | others

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tio_megatron.integrations.patching import Patch
-from tio_megatron.integrations.vllm import plugin, refusals
 from tio_megatron.integrations.vllm.refusals import SUPPORTED
-
-UPDATES = ("finish_weight_update", "reload_weights", "tio_load")
-"""Worker methods after which the keys and values in the cache belong to older weights."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class VllmPatch(Patch):
 
 def all_patches() -> tuple[Patch, ...]:
     """In the order of installation."""
-    from tio_megatron.integrations.vllm import sampler
+    from tio_megatron.integrations.vllm import refusing, sampler
 
     table: list[tuple[str, Callable[[Any], Any], str]] = [
         (
@@ -41,33 +36,18 @@ def all_patches() -> tuple[Patch, ...]:
             sampler.rewind_generators,
             "stock rewinds a generator in a way that only accelerators have",
         ),
-        (
-            "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
-            _refuse_early,
-            "refusals where the user starts the engine, not deep in a worker",
-        ),
-        ("vllm.v1.engine.core:EngineCore.collective_rpc", _reset_prefix_cache, "the prefix cache lives beside the scheduler, where no worker reaches"),
+        ("vllm.v1.engine.core:EngineCore.collective_rpc", refusing.watch_weights, "the prefix cache and the requests are the core's, where no worker reaches"),
+        ("vllm.v1.engine.core:EngineCore.step", refusing.refuse_requests, "requests while weights are half loaded; in the model they would end the engine"),
     ]
     return tuple(VllmPatch(target, build, why) for target, build, why in table)
 
 
-def _refuse_early(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
-    def verify(self: Any) -> None:
-        stock(self)
-        if self.model_config is not None:
-            refusals.check(self, plugin.active())
+def front_patches() -> tuple[Patch, ...]:
+    """Those of the process that starts an engine: they do nothing for engines without a contract."""
+    from tio_megatron.integrations.vllm import front, refusing
 
-    return verify
-
-
-def _reset_prefix_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
-    # vLLM reads the signature when the call comes from another process.
-    @functools.wraps(stock)
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, method, *args, **kwargs)
-        if method in UPDATES and not self.reset_prefix_cache(reset_running_requests=True):
-            raise ValueError(f"{method}: the prefix cache could not be reset; its keys and values belong to older weights")
-        return result
-
-    return collective_rpc
+    table: list[tuple[str, Callable[[Any], Any], str]] = [
+        ("vllm.engine.arg_utils:EngineArgs.create_engine_config", front.refuse_early, "refusals where the user starts the engine, not deep in a worker"),
+        ("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", refusing.raise_refusals, "the reason of a refused request, as an exception"),
+    ]
+    return tuple(VllmPatch(target, build, why) for target, build, why in table)

@@ -68,7 +68,7 @@ def activate(contract: Contract) -> None:
         if _contract != contract:
             raise ValueError(f"another contract is in force (in force / asked for: {'; '.join(_contract.differences(contract))})")
         return
-    from tio_megatron.integrations.vllm import refusals
+    from tio_megatron.integrations.vllm import front, refusals
 
     refusals.check_versions()
     # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
@@ -77,6 +77,8 @@ def activate(contract: Contract) -> None:
     from tio_megatron.integrations.patching import install
     from tio_megatron.integrations.vllm.patches import all_patches
 
+    front.install()
+    _undo.append(front.uninstall)
     installed = install(all_patches())
     _undo.append(installed.undo)
     _undo.append(_register_models())

@@ -84,8 +84,7 @@ class _FixedOrderModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """vLLM's loading; afterwards every weight is packed again. Any subset of names, in any order."""
         ledger, seen = self.ledger, set[str]()
-        if ledger.served:
-            ledger.version += 1
+        ledger.loading()
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -95,22 +94,21 @@ class _FixedOrderModel:
         try:
             loaded = super().load_weights(counted())  # type: ignore[misc]
         except BaseException as error:
-            ledger.failed = f"a load of weights failed ({type(error).__name__}: {error}); load all of them again"
+            ledger.fail(f"a load of weights failed ({type(error).__name__}: {error})")
             raise
         finally:
             ledger.close()
-        if seen >= tensor_table(self.shape).keys():
-            ledger.failed = None
+        ledger.arrive(seen, tensor_table(self.shape).keys())
         return loaded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's forward.
+        """vLLM's forward. The last line of defence: :mod:`.refusing` keeps requests from coming here while weights are half loaded.
 
         Raises:
             ValueError: weights are half loaded.
         """
         ledger = self.ledger
-        broken = ledger.failed or ledger.updating
+        broken = ledger.stopped()
         if broken:
             raise ValueError(f"tio_megatron: weights are not whole: {broken}")
         if ledger.is_open():

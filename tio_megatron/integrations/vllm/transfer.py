@@ -3,8 +3,7 @@
 init exchanges contracts and refuses a difference; start stops the model; update loads one safetensors file of whole HF tensors, any subset
 of names, and compares the digests of what the engine then holds with those that the trainer sent; finish lets the model run again.
 
-vLLM's executor is out of step for good after a method that failed on several ranks, so what a trainer can mend (other bytes) is no
-exception: it is kept, ``tio_update_problems`` tells it, and finish refuses.
+What a trainer can mend (other bytes) is no exception: it is kept, ``tio_update_problems`` tells it, and finish refuses.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class TioTransferEngine(WeightTransferEngine[TioInitInfo, TioUpdateInfo]):
         if not self._agreed:
             raise ValueError("weight update: exchange contracts first (init_weight_transfer_engine)")
         self.problems = []
-        self.model.ledger.updating = "a weight update was started and not finished"
+        self.model.ledger.begin()
 
     def receive_weights(self, update_info: TioUpdateInfo) -> None:
         """Load one file and compare digests.

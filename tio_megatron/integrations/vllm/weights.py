@@ -9,7 +9,7 @@ come in any order, nothing packed is stale, and a write that passes by the loade
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ class Ledger:
     """What one model's layers share: which are raw, how many loads there were, and whether the weights are whole.
 
     ``version`` counts the loads after the model first ran; keys and values computed before the last of them are stale (:mod:`.pages`).
-    ``failed`` says that a load failed half-way, ``updating`` that a weight update is not finished: the model does not run meanwhile.
+    ``failed`` says that a load or an update ended half-way, ``updating`` that one is not finished: the model does not run meanwhile. Every
+    tensor loaded again, in any number of loads, mends ``failed``.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.failed: str | None = None
         self.updating: str | None = None
+        self._touched = False
+        self._arrived: set[str] = set()
         self._raw: dict[int, weakref.ref[OneCopy]] = {}
         self._layers: list[weakref.ref[OneCopy]] = []
         self.served = False
@@ -40,6 +43,38 @@ class Ledger:
     def layers(self) -> list[OneCopy]:
         """Every layer that holds a packed weight."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
+
+    def stopped(self) -> str | None:
+        """Why the model must not run, if it must not."""
+        return self.failed or self.updating
+
+    def begin(self) -> None:
+        """A weight update starts."""
+        self.updating, self._touched = "a weight update was started and not finished", False
+
+    def loading(self) -> None:
+        """A load starts."""
+        self._touched = True
+        if self.served:
+            self.version += 1
+
+    def arrive(self, names: set[str], all_names: Set[str]) -> None:
+        """``names`` were loaded whole."""
+        if self.failed:
+            self._arrived |= names
+            if self._arrived >= all_names:
+                self.failed = None
+
+    def fail(self, why: str) -> None:
+        """A load ended half-way."""
+        self.failed = f"{why}; load all of them again"
+        self._arrived.clear()
+
+    def abort(self) -> None:
+        """A weight update is given up: if nothing had been loaded yet, the older weights are whole and stay in force."""
+        if self.updating and self._touched:
+            self.fail("an update of the weights was aborted")
+        self.updating = None
 
     def opened(self, layer: OneCopy) -> None:
         """``layer`` holds a raw weight now; packs the layer opened longest ago while too many bytes are raw."""

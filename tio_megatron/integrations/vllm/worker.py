@@ -19,11 +19,9 @@ from tio_megatron import kernels
 from tio_megatron.checkpoint import tensor_digest
 from tio_megatron.contract.environment import read
 from tio_megatron.integrations.vllm import plugin, refusals
+from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.names import whole_tensors
 from tio_megatron.integrations.vllm.sampler import RowRecorder
-
-ARGUMENT = "tio_contract"
-"""Key of ``additional_config`` that holds the contract."""
 
 
 class WorkerExtension:
@@ -75,8 +73,9 @@ class WorkerExtension:
         return list(self.weight_transfer_engine.problems)  # type: ignore[attr-defined]
 
     def tio_abort_update(self) -> None:
-        """End a weight update that failed on the trainer's side, so that another may start. The model stays stopped until one is finished."""
+        """Give up a weight update, so that another may start. Once something was loaded, requests are refused until everything has come again."""
         self._weight_update_active = False
+        _model(self).ledger.abort()
 
     def tio_record(self, on: bool = True, prompts: bool = False) -> None:
         """Start or stop recording digests of whole rows of log-probabilities (see :class:`.sampler.RowRecorder`)."""

@@ -1,0 +1,127 @@
+"""While weights are half loaded, an engine answers requests with an error and lives on, so that everything can be loaded again.
+
+vLLM ends an engine whose model raises. So the model is not reached: every worker method says, with its answer, whether the weights are whole
+afterwards; the engine's core keeps that, and its next step answers the requests instead of running them. The reason travels to the front end
+in the answer's ``stop_reason`` and is raised there: HTTP 503 in a server. A paused engine (``pause_generation``) keeps its requests waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import run_method
+
+UPDATES = ("finish_weight_update", "reload_weights", "tio_load")
+"""Worker methods after which the keys and values in the cache belong to older weights."""
+
+_MARK = "tio_megatron: weights are not whole: "
+
+
+class WeightsNotWholeError(GracefulHTTPError, ValueError):
+    """A request came while weights were half loaded; the engine lives."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class Failed:
+    """An exception of a worker: itself within a process, its text between processes, as vLLM passes them on."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Failed, (RuntimeError(f"Worker failed with error '{self.error}', please check the stack trace above for the root cause"),)
+
+
+def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+    """Runs in the worker: the method's answer (or :class:`Failed`), and why the model must not run (None: it may)."""
+    try:
+        answer = run_method(worker, method, args, kwargs)
+    except Exception as error:
+        from vllm.logger import init_logger
+
+        init_logger(__name__).error("%s failed: %s: %s", method, type(error).__name__, error)
+        answer = Failed(error)
+    model = getattr(getattr(worker, "model_runner", None), "model", None)
+    ledger = getattr(model, "ledger", None)
+    return answer, None if ledger is None else ledger.stopped()
+
+
+def watch_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``EngineCore.collective_rpc``: notes whether the weights are whole, and resets the prefix cache after an update.
+
+    Every rank answers, also when methods fail: vLLM would leave the answers of the ranks after the first that failed in their queues and take
+    them for those of the next call.
+    """
+
+    # vLLM reads the signature when the call comes from another process.
+    @functools.wraps(stock)
+    def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not isinstance(method, str):
+            return stock(self, method, timeout, args, kwargs)
+        answers = stock(self, answered, timeout, (method, tuple(args), dict(kwargs or {})))
+        self.tio_stopped = next((why for _, why in answers if why), None)
+        for answer, _ in answers:
+            if isinstance(answer, Failed):
+                raise answer.error
+        if method in UPDATES and not self.reset_prefix_cache(reset_running_requests=True):
+            raise ValueError(f"{method}: the prefix cache could not be reset; its keys and values belong to older weights")
+        return [answer for answer, _ in answers]
+
+    return collective_rpc
+
+
+def refuse_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``EngineCore.step``: answers requests that would run on half-loaded weights."""
+
+    @functools.wraps(stock)
+    def step(self: Any) -> Any:
+        why = getattr(self, "tio_stopped", None)
+        scheduler = self.scheduler
+        if not why or scheduler.pause_state == PauseState.PAUSED_ALL:
+            return stock(self)
+        # A pause that drains runs what was begun and keeps the others waiting.
+        names = None if scheduler.pause_state == PauseState.UNPAUSED else [request.request_id for request in scheduler.running]
+        refused = defaultdict(list)
+        for request in scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR):
+            refused[request.client_index].append(request.request_id)
+        if not refused:
+            return stock(self)
+
+        def answers(requests: list[str]) -> EngineCoreOutputs:
+            outputs = [EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason=_MARK + why) for name in requests]
+            return EngineCoreOutputs(outputs=outputs, finished_requests=set(requests))
+
+        return {client: answers(requests) for client, requests in refused.items()}, False
+
+    return step
+
+
+def raise_refusals(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``OutputProcessor.process_outputs``, in the front end: the reason is raised where the caller waits."""
+
+    @functools.wraps(stock)
+    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        refused = [output for output in engine_core_outputs if str(output.stop_reason or "").startswith(_MARK)]
+        if not refused:
+            return stock(self, engine_core_outputs, *args, **kwargs)
+        states = [self.request_states.get(output.request_id) for output in refused]
+        processed = stock(self, engine_core_outputs, *args, **kwargs)
+        error = WeightsNotWholeError(str(refused[0].stop_reason))
+        for state in states:
+            if state is not None and state.queue is not None:
+                state.queue.put(error)
+        if any(state is not None and state.queue is None for state in states):
+            raise error
+        return processed
+
+    return process_outputs

@@ -1,0 +1,23 @@
+"""vLLM's scheduler, named by :func:`.options.engine_options` for engines of several ranks: it switches the plug-in on beside the scheduler.
+
+There the engine's core is a process of its own that sees neither an environment variable nor a worker class; what it must do is in :mod:`.refusing`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tio_megatron.contract.environment import read
+from tio_megatron.integrations.vllm import front, plugin
+
+
+class TioScheduler(Scheduler):
+    """Stock, with the contract of ``additional_config["tio_contract"]`` in force in its process."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        given = (vllm_config.additional_config or {}).get(front.ARGUMENT)
+        if given is not None:
+            plugin.activate(read(given).contract)
+        super().__init__(vllm_config, *args, **kwargs)
