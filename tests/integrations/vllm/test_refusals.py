@@ -14,7 +14,7 @@ import torch
 from tests.integrations.vllm import checkpoints
 from tests.integrations.vllm.engines import Engine
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.vllm import plugin, refusals
+from tio_megatron.integrations.vllm import engine_options, plugin, refusals
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,52 @@ def test_a_layout_that_misses_the_leaves_says_what_would_work(config: Any) -> No
     # Whole experts on each rank need no leaves.
     changed.parallel_config.enable_expert_parallel = True
     refusals.check(changed, Contract(cuts=Cuts(expert_row=1)))
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_cuts_that_do_not_fit_are_one_error_before_any_process_starts(moe: tuple[Path, Path], how: str) -> None:
+    from vllm import LLM
+
+    contract, was_active = Contract(cuts=Cuts(expert_row=1)), plugin.is_active()
+    plugin.deactivate()
+    options = engine_options(contract) if how == "argument" else {}
+    if how == "environment":
+        plugin.activate(contract)
+    options |= dict(model=str(moe[0]), skip_tokenizer_init=True, max_model_len=512, tensor_parallel_size=2, distributed_executor_backend="mp")
+    try:
+        with pytest.raises(ValueError) as raised:
+            LLM(**options)
+    finally:
+        plugin.deactivate()
+        if was_active:
+            plugin.activate(Contract())
+    # Not pydantic's, which wraps the line into three.
+    assert type(raised.value) is ValueError
+    assert str(raised.value).splitlines() == [
+        "tio_megatron does not cover:",
+        "  experts.down_proj: cut into 2 parts, but cuts.expert_row = 1 leaves; sizes [1] would work, or cuts.expert_row = 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("nowhere.json", "TIO_CONTRACT='nowhere.json': contract: 'nowhere.json' is neither 1, default, a JSON object nor a file"),
+        ('{"cuts"', "TIO_CONTRACT='{\"cuts\"': contract: not JSON (Expecting ':' delimiter: line 1 column 8 (char 7))"),
+        ('{"cut": {}}', "TIO_CONTRACT='{\"cut\": {}}': "),
+    ],
+)
+def test_a_bad_variable_is_the_error_of_starting_an_engine(moe: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, value: str, line: str) -> None:
+    import vllm.plugins
+    from vllm import LLM
+
+    monkeypatch.setenv("TIO_CONTRACT", value)
+    monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
+    with pytest.raises(ValueError) as raised:
+        LLM(model=str(moe[0]))
+    assert type(raised.value) is ValueError and str(raised.value).startswith(line)
+    with pytest.raises(ValueError, match="contract: "):
+        engine_options(value)
 
 
 def test_another_architecture_is_refused(config: Any) -> None:
