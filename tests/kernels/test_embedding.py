@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tio_megatron.kernels.embedding import embedding, embedding_backward, reference
+from tio_megatron.kernels.linear import PackedWeight
 from tio_megatron.testing import assert_same_bytes
 
 
@@ -24,6 +25,17 @@ def test_shards_make_the_whole() -> None:
     assert_same_bytes(torch.stack(parts)[owner, torch.arange(30)], embedding(ids, w))
     for r, part in enumerate(parts):
         assert_same_bytes(part[owner != r], torch.zeros(int((owner != r).sum()), 8))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 33, 96])
+def test_a_packed_weight_gives_the_same_rows(dtype: torch.dtype, vocabulary: int) -> None:
+    """Every place in a panel, the last panel's padding left alone; ids outside the shard on both sides."""
+    w, ids = torch.randn(vocabulary, 70).to(dtype), torch.arange(38, 42 + vocabulary)
+    w[-1, :2] = torch.tensor([-0.0, float("nan")])
+    packed = PackedWeight.from_weight(w)
+    assert_same_bytes(embedding(ids, packed, 40), embedding(ids, w, 40))
+    assert_same_bytes(embedding(ids[None], packed, 40), embedding(ids, w, 40)[None])
+    assert embedding(ids[:0], packed).shape == (0, 70)
 
 
 def test_empty_and_autograd() -> None:

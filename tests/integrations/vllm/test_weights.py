@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.integrations.vllm.checkpoints import VOCABULARY
 from tests.integrations.vllm.engines import Engine, aborted_push_and_back, broken_off, prompts, scored
 from tests.integrations.vllm.teacher import Teacher
 from tio_megatron.checkpoint import Checkpoint
@@ -70,12 +71,18 @@ def test_every_path_there_and_back(restored: Engine, moe: tuple[Path, Path], pat
 
 @pytest.mark.parametrize("path", [push, load_by_vllm, reload_by_vllm])
 def test_dense_tied_there_and_back(dense: Engine, path) -> None:
-    """A tied head holds a packed copy of the embedding: it must follow."""
+    """Embedding and head read one packed copy: nothing raw beside it, before and after."""
     assert dense.second is not None
+    memory = dense.rpc("tio_memory")
+    sizes = {name: tensor.nbytes for name, tensor in Checkpoint(dense.folder).tensors()}
+    rows, padded = sizes["model.embed_tokens.weight"], -(-VOCABULARY // 64) * 64
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert memory == {"packed": sum(sizes.values()) - norms - rows + rows * padded // VOCABULARY, "raw": 0, "other": norms}
     for folder in (dense.second, dense.folder):
         path(dense, folder)
         dense.check(dense.generate(ASKED, prompted=False), dense.teacher(folder), what=folder.name)
         assert dense.rpc("tio_digests") == Checkpoint(folder).digests()
+        assert dense.rpc("tio_memory") == memory
 
 
 def test_any_subset_of_names(restored: Engine, moe: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Shapes: T tokens, H hidden, D head size, N rows of a weight, K its columns, V vo
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -177,16 +176,27 @@ class TioSiluAndMul(SiluAndMul):
         return swiglu(x)
 
 
-class RepackTiedHeads(UnquantizedEmbeddingMethod):
-    """The embedding keeps its raw rows; a head tied to it holds a packed copy, made again after every load."""
+class SealVocabulary(UnquantizedEmbeddingMethod):
+    """The method of embedding and head: packs after a load, and ties."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Called by vLLM after a load."""
-        layer.repack_heads()
+        layer.seal()
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
+        """One copy for both: the embedding's, packed."""
+        layer.share(embed_tokens)
+        return layer
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 logits of this rank's rows of the vocabulary."""
+        return layer.logits(x)
 
 
-class TioVocabParallelEmbedding(VocabParallelEmbedding):
-    """Every row has one owner: rows are moved, not summed."""
+class TioVocabParallelEmbedding(OneCopy, VocabParallelEmbedding):
+    """Every row has one owner: rows are moved, not summed. Its rows lie as they are; packed, once a head shares them."""
+
+    packed: PackedWeight
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -194,26 +204,19 @@ class TioVocabParallelEmbedding(VocabParallelEmbedding):
             raise ValueError(f"{self.prefix}: only unquantized embeddings are covered")
         if self.num_added_embeddings or not self.reduce_results or self.parallel_group is not None:
             raise ValueError(f"{self.prefix}: added rows, unreduced results and own groups are not covered")
-        self.quant_method = RepackTiedHeads()
+        self.quant_method = SealVocabulary()
         self.first_row = self.shard_indices.org_vocab_start_index
         self.group = get_tp_group().device_group if self.tp_size > 1 else None
-        self.heads: list[weakref.ref[TioParallelLMHead]] = []
+        self.tied = False
 
-    def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """The stock loader; a tied head is packed again when the load is over."""
-        super().weight_loader(param, loaded_weight)
-        if not param.is_meta:
-            for ref in self.heads:
-                head = ref()
-                if head is not None:
-                    head.ledger.opened(head)
+    def pack_for(self, head: TioParallelLMHead) -> None:
+        """Hold the rows packed, as ``head`` reads them."""
+        self.tied = True
+        self.keep_packed("weight", "packed", PackedWeight.from_weight, head.ledger)
 
-    def repack_heads(self) -> None:
-        """Pack the current rows into every tied head."""
-        for ref in self.heads:
-            head = ref()
-            if head is not None and head.packed is not None:
-                head.packed.update_(self.weight.data)
+    def rows(self) -> torch.Tensor:
+        """This rank's rows [V / TP, H], padding included."""
+        return self.packed.unpack() if self.tied else self.weight.data
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """``input_`` [T] ids -> [T, H].
@@ -225,30 +228,11 @@ class TioVocabParallelEmbedding(VocabParallelEmbedding):
             low, high = torch.aminmax(input_)
             if low < 0 or high >= self.org_vocab_size:
                 raise ValueError(f"token ids {int(low)} to {int(high)} are not inside the vocabulary of {self.org_vocab_size}")
-        rows = embedding(input_.long(), self.weight.data, self.first_row)
+        rows = embedding(input_.long(), self.packed if self.tied else self.weight.data, self.first_row)
         if self.group is not None:
             # All ranks but the owner hold zero bits, so an integer sum moves the owner's bits unchanged.
             torch.distributed.all_reduce(rows.view(torch.int32), group=self.group)
         return rows
-
-
-class SealHead(UnquantizedEmbeddingMethod):
-    """The head's method: packs after a load, and ties."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Called by vLLM after a load."""
-        layer.seal()
-
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
-        """Share the embedding's rows."""
-        layer.weight = embed_tokens.weight
-        layer.tied = True
-        embed_tokens.heads.append(weakref.ref(layer))
-        return layer
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 logits of this rank's rows of the vocabulary."""
-        return layer.logits(x)
 
 
 class TioParallelLMHead(OneCopy, ParallelLMHead):
@@ -260,17 +244,22 @@ class TioParallelLMHead(OneCopy, ParallelLMHead):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is not UnquantizedEmbeddingMethod or self.bias is not None:
             raise ValueError(f"{self.prefix}: only an unquantized head without bias is covered")
-        self.quant_method = SealHead()
-        self.tied = False
+        self.quant_method = SealVocabulary()
+        self.embedding: tuple[TioVocabParallelEmbedding, ...] = ()
         self.keep_packed("weight", "packed", PackedWeight.from_weight, current().ledger)
 
-    def shares(self, name: str) -> bool:
-        """The embedding needs the raw rows of a tied head."""
-        return self.tied
+    def share(self, embed_tokens: TioVocabParallelEmbedding) -> None:
+        """Read the packed rows of the embedding, and hold none."""
+        self.weight = embed_tokens.weight
+        self.slots.clear()
+        embed_tokens.pack_for(self)
+        # In a tuple: the embedding is no part of the head.
+        self.embedding = (embed_tokens,)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, H] -> [T, V / TP] fp32, padding rows included."""
-        return linear(x, self.packed, leaves=1, out_dtype=torch.float32)
+        packed = self.embedding[0].packed if self.embedding else self.packed
+        return linear(x, packed, leaves=1, out_dtype=torch.float32)
 
 
 class TioLogitsProcessor(LogitsProcessor):

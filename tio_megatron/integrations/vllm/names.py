@@ -34,7 +34,7 @@ def _walk(model: Any, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     body = model.model
     embed, head = body.embed_tokens, model.lm_head
     if "model.embed_tokens.weight" in wanted:
-        yield "model.embed_tokens.weight", _gather_vocabulary(embed, embed.weight.data)
+        yield "model.embed_tokens.weight", _gather_vocabulary(embed, embed.rows())
     for number, layer in enumerate(body.layers):
         prefix = f"model.layers.{number}."
         parts = (_norms(layer), _attention(layer.self_attn, prefix, wanted), _mlp(layer.mlp, prefix, wanted))

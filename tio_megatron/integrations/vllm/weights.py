@@ -149,7 +149,7 @@ class OneCopy:
 
     def seal(self) -> None:
         """Pack whatever is raw, into the storage already there, and free the raw weight."""
-        for name, (attribute, pack) in self.slots.items():
+        for name, (attribute, pack) in self.__dict__.get("slots", {}).items():
             param = getattr(self, name)
             if param.is_meta or param.numel() == 0:
                 continue
@@ -158,13 +158,8 @@ class OneCopy:
                 setattr(self, attribute, pack(param.data))
             else:
                 packed.update_(param.data)
-            if not self.shares(name):
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
             self.__dict__.pop(f"_raw_{name}", None)
-
-    def shares(self, name: str) -> bool:
-        """Whether another layer needs the raw parameter (tied embeddings): then it stays."""
-        return False
 
     def packed_bytes(self) -> int:
         """Bytes of the packed weights."""
@@ -172,4 +167,4 @@ class OneCopy:
 
     def raw_bytes(self) -> int:
         """Bytes of raw weights beside them."""
-        return sum(getattr(self, name).nbytes for name in self.slots if not getattr(self, name).is_meta and not self.shares(name))
+        return sum(getattr(self, name).nbytes for name in self.slots if not getattr(self, name).is_meta)

@@ -9,20 +9,25 @@ import torch
 from torch import Tensor
 
 from tio_megatron.kernels.embedding import cpu
+from tio_megatron.kernels.linear import PackedWeight
 from tio_megatron.kernels.operands import check_activations, check_dtype, check_shape
 
 __all__ = ["embedding", "embedding_backward"]
 
 
-def embedding(ids: Tensor, w: Tensor, first_row: int = 0) -> Tensor:
-    """Row ``id - first_row`` of ``w[V_local, H]`` for each of ``ids[...]`` int64; +0 where the row is not in this shard. Differentiable.
+def embedding(ids: Tensor, w: Tensor | PackedWeight, first_row: int = 0) -> Tensor:
+    """Row ``id - first_row`` of ``w[V_local, H]`` for each of ``ids[...]`` int64; +0 where the row is not in this shard. Differentiable in a tensor.
 
-    The bytes are moved as they are: -0 stays -0, NaN stays NaN.
+    The bytes are moved as they are: -0 stays -0, NaN stays NaN. A packed weight is slower to read (:meth:`.linear.PackedWeight.rows`).
 
     Raises:
         ValueError: shapes, types or device do not fit.
     """
     check_dtype("embedding", "ids", ids, torch.int64)
+    if isinstance(w, PackedWeight):
+        local = ids - first_row
+        here = (local >= 0) & (local < w.shape[0])
+        return w.rows(torch.where(here, local, 0)).masked_fill_(~here.unsqueeze(-1), 0.0)
     check_activations("embedding", {"w": w})
     check_shape("embedding", "w", w, -1, -1)
     return cpu.embedding(ids, w, first_row)

@@ -120,6 +120,17 @@ class PackedWeight:
         pack_into(self.packed, w.detach())
         return self
 
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows ``numbers[...]`` int64 of the weight, ``[..., K]``, bit for bit: one packed copy serves a head and its embedding.
+
+        A cache line is read for each element: 3 to 6 microseconds a row of 1024, where a product with the row costs 60.
+        """
+        column = numbers % PANEL
+        if self.dtype == torch.bfloat16:
+            # A word of a panel holds columns j and j + 16 (csrc/pack_body.h, place).
+            column = torch.where(column < 16, 2 * column, 2 * column - 31)
+        return self.packed[numbers // PANEL, :, column]
+
     def unpack(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The weight ``[N, K]`` again, bit for bit (for digests, checkpoints and partial updates); written to ``out`` where given.
 
