@@ -2,9 +2,9 @@
 
     python -m tests.golden.kernels
 
-The inside of a packed weight or a page is no result and has no hash. The command refuses while bytes of a known line differ and ``kernels.version()`` is still the one in the file: a trainer and a rollout with other bytes
-must not take each other for the same. Inputs are raw PCG64 words turned into floats by integer steps, so no random-number release of torch or
-numpy can change them.
+It refuses while bytes of a known line differ and ``kernels.version()`` is still the one in the file: a trainer and a rollout with other bytes
+must not take each other for the same. The inside of a packed weight or a page is no result and has no hash. Inputs are raw PCG64 words turned
+into floats by integer steps, so no random-number release of torch or numpy can change them.
 """
 
 from __future__ import annotations
