@@ -22,9 +22,9 @@ CASES = {
 }
 AGAINST = (
     ("", {}),
-    (", stock without bf16 instructions", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
+    (", stock's oneDNN without bf16 instructions", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
 )
-"""Name and environment of stock. The second is what stock does on a processor without bf16 instructions, on one that has them."""
+"""Name and environment of stock. The second: stock's products as on a processor without bf16 instructions; vLLM's own kernels stay as they are."""
 
 
 def checkpoint() -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.vllm import checkpoints
 from tests.integrations.vllm.engines import LENGTHS, Engine, aborted_push_and_back, prompts
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.integrations.vllm import push_weights, rollout_contract, trainer_side
@@ -21,18 +22,21 @@ ROWS = [
     ("TP 2", "bfloat16", ["rounded"]),
     ("TP 2 EP 2 ETP 1", "float32", ["experts"]),
     pytest.param(("TP 2", "float32", ["experts"]), marks=FULL),
+    pytest.param(("TP 2", "bfloat16", ["rounded"], "tied"), marks=FULL),
     pytest.param(("TP 4", "float32", ["ring", "experts"]), marks=FULL),
     pytest.param(("TP 4", "bfloat16", ["rounded"]), marks=FULL),
     pytest.param(("TP 4 EP 4 ETP 1", "float32", ["ring", "experts"]), marks=FULL),
 ]
-"""Layout, type, and the wrong orders that this row must see."""
+"""Layout, type, and the wrong orders that this row must see; tied: embedding and head share their rows, scheduler in a process of its own."""
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: f"{row[0]} {row[1]}")
-def ranks(request: pytest.FixtureRequest, moe: tuple[Path, Path], moe_fp32: tuple[Path, Path]) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: " ".join([*row[:2], *row[3:]]))
+def ranks(request: pytest.FixtureRequest, moe: tuple[Path, Path], moe_fp32: tuple[Path, Path], folders: Path) -> Iterator[Engine]:
     """One engine with its workers in processes of their own; it serves all cases of this module."""
-    layout, dtype, plants = request.param
+    layout, dtype, plants, *tied = request.param
     first, second = moe_fp32 if dtype == "float32" else moe
+    if tied:
+        first, second = (checkpoints.make(folders / f"moe-tied-{seed}", seed, tied=True) for seed in (7, 8))
     options = dict(dtype=dtype, max_num_batched_tokens=96, enable_prefix_caching=True, distributed_executor_backend="mp")
     options |= dict(tensor_parallel_size=int(layout.split()[1]), worker_extension_cls="tests.integrations.vllm.planted.Planted")
     if "EP" in layout:
@@ -41,7 +45,7 @@ def ranks(request: pytest.FixtureRequest, moe: tuple[Path, Path], moe_fp32: tupl
         # The ranks take the cores of this machine as they come.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # Some rows have the scheduler in a process of its own too, as a server has.
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if layout == "TP 2" else "1")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if layout == "TP 2" and not tied else "1")
         with Engine.start(first, **options) as engine:
             assert rollout_contract(engine.llm)["layout"] == layout
             engine.second, engine.plants = second, plants

@@ -16,7 +16,7 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
     """Keyword arguments for ``vllm.LLM`` (or ``AsyncEngineArgs``) that put ``contract`` in force in that engine.
 
     The same by hand: ``worker_cls="tio_megatron.integrations.vllm.worker.TioWorker"``,
-    ``additional_config={"tio_contract": ...}``, ``weight_transfer_config={"backend": "tio"}``, and for several ranks
+    ``additional_config={"tio_contract": ...}``, ``weight_transfer_config={"backend": "tio"}`` and
     ``scheduler_cls="tio_megatron.integrations.vllm.scheduler.TioScheduler"``. Where vLLM is installed, this process's front end is patched too, so
     that it says in one line what is not covered (:mod:`.front`).
 
@@ -32,6 +32,7 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
     additional = {**others.pop("additional_config", {}), "tio_contract": read(contract).contract.to_dict()}
     options: dict[str, Any] = {
         "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
         "additional_config": additional,
         "weight_transfer_config": {"backend": "tio"},
         "tensor_parallel_size": tp,
@@ -39,7 +40,7 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         "enforce_eager": True,
     }
     if tp > 1:
-        options |= {"distributed_executor_backend": "mp", "scheduler_cls": SCHEDULER}
+        options["distributed_executor_backend"] = "mp"
     if importlib.util.find_spec("vllm") is not None:
         from tio_megatron.integrations.vllm import front
 

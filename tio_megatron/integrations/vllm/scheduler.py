@@ -1,6 +1,7 @@
-"""vLLM's scheduler, named by :func:`.options.engine_options` for engines of several ranks: it switches the plug-in on beside the scheduler.
+"""vLLM's scheduler, named by :func:`.options.engine_options`: it switches the plug-in on in the process of the engine's core.
 
-There the engine's core is a process of its own that sees neither an environment variable nor a worker class; what it must do is in :mod:`.refusing`.
+With several ranks that process loads no worker class, and without the environment variable it would not know of the contract; what it must do
+is in :mod:`.refusing`.
 """
 
 from __future__ import annotations
