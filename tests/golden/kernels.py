@@ -20,16 +20,19 @@ import torch
 from tio_megatron import kernels
 from tio_megatron.contract import ReductionTree, VocabOrder
 from tio_megatron.kernels import library
+from tio_megatron.kernels.adam import Scalars, adam_
 from tio_megatron.kernels.attention import attention, attention_backward, attention_paged, write_pages
 from tio_megatron.kernels.combine import combine, combine_backward
 from tio_megatron.kernels.embedding import embedding, embedding_backward
 from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear, grouped_wgrad
+from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, value
 from tio_megatron.kernels.linear import PackedWeight, linear, matmul
 from tio_megatron.kernels.logprob import gather_logprob, log_softmax, logprob_backward, vocab_max, vocab_sumexp
 from tio_megatron.kernels.math import exp, log, tree_add
 from tio_megatron.kernels.norm import add_rms_norm, rms_norm, rms_norm_backward
 from tio_megatron.kernels.rope import rope, rope_backward, rope_table
 from tio_megatron.kernels.router import route, route_backward, scores
+from tio_megatron.kernels.squares import add_squares_, empty_sum, scale_
 from tio_megatron.kernels.swiglu import silu, silu_backward, swiglu, swiglu_backward
 
 FILE = Path(__file__).with_suffix(".txt")
@@ -106,6 +109,33 @@ def _elementwise(s: Source, d: torch.dtype) -> Iterator[tuple[str, object]]:
     yield "combine backward", combine_backward(dout, rows, index, probs)
 
 
+def _gradients(s: Source, d: torch.dtype) -> Iterator[tuple[str, object]]:
+    def of(total: IntegerSum) -> list[torch.Tensor]:
+        return [total.low, total.high, total.peak, value(total.low, total.high, total.unit, total.split, torch.empty(total.low.shape))]
+
+    # Partials from 4 on are the large ones: both parts are used.
+    weight, rows, norm = (IntegerSum.empty(shape, -30, 32) for shape in ((30, 70), (20, 70), (70,)))
+    dy, x = s.floats(300, 30, dtype=d), s.floats(300, 70, dtype=d)
+    add_products(weight, dy, x, starts=torch.tensor([0, 260, 260, 263, 300]))
+    yield "integer sum of products", of(weight)
+    add_rows(rows, x * 2, s.below(20, 300))
+    yield "integer sum of rows", of(rows)
+    add_norm_terms(norm, s.floats(300, 70, dtype=d) * 4, x, 1e-6)
+    yield "integer sum of norm terms", of(norm)
+
+
+def _optimizer(s: Source) -> Iterator[tuple[str, object]]:
+    for decoupled in (True, False):
+        state = [s.floats(700), s.floats(700), s.floats(700), s.floats(700).square()]
+        out = torch.empty(700, dtype=torch.bfloat16)
+        adam_(*state, Scalars.at(3, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=decoupled), out)
+        yield f"adam, {'decoupled' if decoupled else 'L2'}", [*state, out]
+    total, x = empty_sum(), s.floats(700)
+    add_squares_(total, x)
+    scale_(x, 0.3)
+    yield "squares", [total, x]
+
+
 def _scores(s: Source) -> Iterator[tuple[str, object]]:
     wide = torch.cat([s.floats(600) * 16, s.floats(50) * 2**-20, torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, 88.5, -104.0])])
     yield "exp", [exp(wide)]
@@ -130,10 +160,11 @@ def _scores(s: Source) -> Iterator[tuple[str, object]]:
 def results() -> Iterator[tuple[str, object]]:
     """(name, tensors) of every case, with the instruction set in force."""
     for seed, dtype in enumerate((F32, torch.bfloat16)):
-        for number, cases in enumerate((_products, _attention, _elementwise)):
+        for number, cases in enumerate((_products, _attention, _elementwise, _gradients)):
             for name, tensors in cases(Source(10 * seed + number), dtype):
                 yield f"{name}, {'fp32' if dtype == F32 else 'bf16'}", tensors
     yield from _scores(Source(100))
+    yield from _optimizer(Source(101))
 
 
 def hashes() -> dict[str, str]:
