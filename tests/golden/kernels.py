@@ -27,7 +27,7 @@ from tio_megatron.kernels.embedding import embedding, embedding_backward
 from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear, grouped_wgrad
 from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, value
 from tio_megatron.kernels.linear import PackedWeight, linear, matmul
-from tio_megatron.kernels.logprob import gather_logprob, log_softmax, logprob_backward, vocab_max, vocab_sumexp
+from tio_megatron.kernels.logprob import entropy, entropy_backward, gather_logprob, log_softmax, logprob_backward, vocab_max, vocab_sumexp
 from tio_megatron.kernels.math import exp, log, tree_add
 from tio_megatron.kernels.norm import add_rms_norm, rms_norm, rms_norm_backward
 from tio_megatron.kernels.rope import rope, rope_backward, rope_table
@@ -155,6 +155,8 @@ def _scores(s: Source) -> Iterator[tuple[str, object]]:
     yield "vocabulary sums", [top, parts, whole]
     yield "log softmax", [log_softmax(x, order), gather_logprob(x[:, 0].contiguous(), top, whole[0])]
     yield "log softmax backward", [logprob_backward(s.floats(5), x, top, whole[0], s.below(3000, 5), 2700)]
+    turned = vocab_sumexp(x, top, order, 0, order.padded, weighted=True)[0]
+    yield "entropy", [turned, entropy(whole[0], turned), entropy_backward(s.floats(5), x, top, whole[0], turned, 2700)]
 
 
 def results() -> Iterator[tuple[str, object]]:
