@@ -162,6 +162,7 @@ TRACED: dict[str, Callable[[dict[str, torch.Tensor]], tuple[Any, ...]]] = {
     "log_softmax": lambda i: (i["logits"], 16, 2, 128),
     "gather_logprob": lambda i: (i["top"], i["top"], i["sum"]),
     "logprob_backward": lambda i: (i["sum"], i["logits"], i["top"], i["sum"], i["positions"], 16),
+    "entropy": lambda i: (i["sum"], i["top"]),
     "entropy_backward": lambda i: (i["sum"], i["logits"], i["top"], i["sum"], i["top"], 16),
     "exp": lambda i: (i["logits"],),
     "log": lambda i: (i["probs"],),

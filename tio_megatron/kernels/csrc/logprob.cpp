@@ -82,6 +82,12 @@ TIO_API int tio_gather_logprob(const float* x, const float* top, const float* su
   return 0;
 }
 
+TIO_API int tio_entropy(const float* sum, const float* weighted, float* y, int64_t n) {
+  FloatMode mode;
+  TIO_PICK(entropies)(sum, weighted, y, n);
+  return 0;
+}
+
 // dlogits[T, V] contiguous; zero past `columns`.
 TIO_API int tio_logprob_backward(const float* d, const float* logits, int64_t stride, const float* top, const float* sum, const int64_t* target, int64_t T, int64_t V,
                                  int64_t columns, float* dlogits, int threads) {

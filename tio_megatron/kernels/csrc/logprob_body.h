@@ -47,6 +47,14 @@ TIO_FN void log_values(const float* x, const float* top, const float* sum, float
   }
 }
 
+TIO_FN void entropies(const float* sum, const float* weighted, float* y, int64_t n) {
+  for (int64_t k = 0; k < n; k += W) {
+    const int w = int(n - k < W ? n - k : W);
+    const F s = load(sum + k, w);
+    store(y + k, log(s) - load(weighted + k, w) / s, w);
+  }
+}
+
 TIO_FN void log_softmax_row(const float* x, int64_t n, float top, float sum, float* y) {
   const F m = set1(top), l = log(set1(sum));
   int64_t k = 0;

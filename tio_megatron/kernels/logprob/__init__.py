@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tio_megatron.contract import VocabOrder
-from tio_megatron.kernels import math
 from tio_megatron.kernels.logprob import cpu
 from tio_megatron.kernels.operands import check_dtype, check_shape, require
 
@@ -88,9 +87,10 @@ def entropy(sum: Tensor, weighted: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or types do not fit.
     """
-    check_dtype("entropy", "weighted", weighted, torch.float32)
-    check_shape("entropy", "weighted", weighted, *sum.shape)
-    return math.log(sum) - weighted / sum
+    for name, tensor in (("sum", sum), ("weighted", weighted)):
+        check_dtype("entropy", name, tensor, torch.float32)
+        check_shape("entropy", name, tensor, *sum.shape)
+    return cpu.entropy(sum, weighted)
 
 
 def logprob_backward(dlogprob: Tensor, logits: Tensor, max: Tensor, sum: Tensor, target: Tensor, true_cols: int) -> Tensor:

@@ -15,6 +15,7 @@ _sumexp = bind("tio_vocab_sumexp", pointer, size, size, size, pointer, integer, 
 _log_softmax = bind("tio_log_softmax", pointer, size, size, size, size, size, size, size, pointer, integer)
 _gather = bind("tio_gather_logprob", pointer, pointer, pointer, pointer, size)
 _gradient = bind("tio_logprob_backward", pointer, pointer, size, pointer, pointer, pointer, size, size, size, pointer, integer)
+_entropy = bind("tio_entropy", pointer, pointer, pointer, size)
 _entropy_gradient = bind("tio_entropy_backward", pointer, pointer, size, pointer, pointer, pointer, size, size, size, pointer, integer)
 
 
@@ -68,6 +69,12 @@ def _logprob_backward_cpu(d: Tensor, logits: Tensor, top: Tensor, total: Tensor,
     return out
 
 
+def _entropy_cpu(total: Tensor, weighted: Tensor) -> Tensor:
+    total, weighted, y = total.contiguous(), weighted.contiguous(), total.new_empty(total.shape)
+    _entropy(total.data_ptr(), weighted.data_ptr(), y.data_ptr(), total.numel())
+    return y
+
+
 def _entropy_backward_cpu(d: Tensor, logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor, true_cols: int) -> Tensor:
     logits, d, top, total, weighted = dense_last(logits), d.contiguous(), top.contiguous(), total.contiguous(), weighted.contiguous()
     out = logits.new_empty(logits.shape)
@@ -97,6 +104,7 @@ logprob_backward = operator(
     _logprob_backward_cpu,
     fake=lambda d, logits, top, total, target, true_cols: logits.new_empty(logits.shape),
 )
+entropy = operator("entropy(Tensor sum, Tensor weighted) -> Tensor", _entropy_cpu, fake=lambda total, weighted: total.new_empty(total.shape))
 entropy_backward = operator(
     "entropy_backward(Tensor d, Tensor logits, Tensor max, Tensor sum, Tensor weighted, int true_cols) -> Tensor",
     _entropy_backward_cpu,
