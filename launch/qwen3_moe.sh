@@ -28,37 +28,57 @@ ROOT = Path(__file__).resolve().parent.parent
 def start_torchrun(argv: list[str]) -> int:
     """The job over NPROC_PER_NODE processes of this machine, or as many as the layout needs, on a free port.
 
-    Returns the exit status of the rank that failed first; torchrun's own would be 1 for everything.
+    What can be known to be wrong is said before any rank is started. Of ranks that fail, the first one's line and exit status are the job's;
+    torchrun's own account of it is left out, and its status would be 1 for everything.
     """
-    from examples.qwen3_moe.options import parse, refuse
+    import logging
+    import signal
+    import tempfile
+
+    from examples.qwen3_moe import ending
+    from examples.qwen3_moe.options import parse
 
     try:
-        options = parse(argv)  # --help and unknown options end here
-    except ValueError:
-        return run_job(argv)  # the job says what is wrong with its options
+        options = parse(argv)
+        count = os.environ.get("NPROC_PER_NODE") or str(options.trainer.ranks)
+        if not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {options.trainer.ranks}")
+        options = parse(argv, int(count))
 
-    from examples.qwen3_moe.stages import refuse_misfits
+        from examples.qwen3_moe import early
 
-    try:
-        refuse_misfits(options)  # said once, before any rank is started to be told no
-    except ValueError as problem:
-        return refuse(problem)
-    needed = options.trainer.ranks
-    count = os.environ.get("NPROC_PER_NODE") or str(needed)
+        early.check(options)
+    except (OSError, ValueError) as problem:
+        return ending.refuse(problem)
     if count != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    try:
-        torchrun(["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv])
-    except ChildFailedError as failed:
-        status = failed.get_first_failure()[1].exitcode
-        return status if status > 0 else 128 - status
-    except SignalException as stopped:  # the ranks are ended by now
-        return 128 + stopped.sigval
+    logging.disable(logging.ERROR)
+    ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
+    with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
+        try:
+            torchrun(["--standalone", "--local-addr", "127.0.0.1", "--log-dir", folder, *ranks])
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            said = ending.said_below(Path(folder))
+            if said is not None:
+                return said
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                return ending.say(f"rank {rank} was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 128 - failure.exitcode)
+            return failure.exitcode
+        except SignalException as stopped:  # the ranks are ended by now
+            if ending.said_below(Path(folder)) == 128 + stopped.sigval:
+                return 128 + stopped.sigval
+            return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
+        except (RendezvousError, DistError) as problem:
+            return ending.say(f"error: torchrun cannot bring the ranks together over 127.0.0.1: {str(problem).splitlines()[0]}", 2)
     return 0
 
 
@@ -73,6 +93,10 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     try:
         sys.exit(run_job(sys.argv[1:]) if "RANK" in os.environ else start_torchrun(sys.argv[1:]))
+    except KeyboardInterrupt:  # perhaps in the middle of an import
+        from examples.qwen3_moe.ending import interrupted
+
+        sys.exit(interrupted())
     except ModuleNotFoundError as missing:
         if missing.name is None or "." in missing.name:  # a module of a package that is there: a mistake in the code, not a bare Python
             raise

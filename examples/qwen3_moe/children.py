@@ -15,13 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from examples.qwen3_moe.ending import InputProblem
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 RANK_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _PREFIXES = ("TORCHELASTIC_", "PET_")
-
-
-class InputProblem(ValueError):
-    """Something the user can mend; the job ends with this one line and status 2."""
 
 
 class ChildFailed(RuntimeError):

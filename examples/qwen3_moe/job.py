@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,17 +63,12 @@ class Run:
         if stage.train:
             trainer.train_with(lr=options.lr, clip_grad=options.clip_grad)
         self.weights = [stage.folder]
-        engine: Rollout | None = None
-        try:
-            engine = world.on_first(lambda: self._start(options.rollouts[0]))
+        with world.on_first(lambda: self._start(options.rollouts[0])) or contextlib.nullcontext() as engine:
             for number in range(stage.rounds):
                 sequences, prompts = world.from_first(lambda number=number: self._sample(engine, options.rollouts[0], number))
                 self._score_main(trainer, number, sequences, prompts)
                 if stage.train:
                     self._train(trainer, engine, number, sequences, prompts)
-        finally:
-            if engine is not None:
-                engine.close()
         self._further_rollouts()
         self._score_what_differs(trainer)
         trainer.close()
@@ -95,11 +91,9 @@ class Run:
         recorded: dict[RolloutLayout, Recording] = {}
         for layout in [RolloutLayout.parse(text) for text in STOCK_ROLLOUTS[: 1 if quick else None]]:
             with self.screen.step(f"stock vLLM, {layout}") as note:
-                engine = Rollout(layout, stage.folder, stage.config.dtype, None, longest=stage.longest, log=self.log, environment=self._environment(layout))
-                try:
+                stock = Rollout(layout, stage.folder, stage.config.dtype, None, longest=stage.longest, log=self.log, environment=self._environment(layout))
+                with stock as engine:
                     recorded[layout] = engine.generate(greedy, self.scratch / f"stock-{layout}.npz")
-                finally:
-                    engine.close()
                 note(f"{int(recorded[layout].sampled.sum())} tokens sampled")
         pairs = []
         with Child("stock trainers", "examples.qwen3_moe.trainer_child", self.log, {"OMP_NUM_THREADS": "1", "TIO_CONTRACT": None}) as child:
@@ -136,7 +130,7 @@ class Run:
         try:
             self.fingerprint = require_same_contract(self.contract, kernels.version(), engine.started.get("contract"))
         except BaseException:
-            engine.close()
+            engine.close(0.5)
             raise
         return engine
 
@@ -191,15 +185,12 @@ class Run:
 
         def replay() -> None:
             for layout in self.options.rollouts[1:]:
-                engine = self._start(layout)
-                try:
+                with self._start(layout) as engine:
                     for number in range(self.stage.rounds):
                         if number:
                             with Checkpoint(self.weights[number]) as checkpoint:
                                 engine.update(self.weights[number], checkpoint.digests())
                         self._sample(engine, layout, number)
-                finally:
-                    engine.close()
 
         self.world.on_first(replay)
 

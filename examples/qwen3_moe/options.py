@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from examples.qwen3_moe.layouts import DISPATCHERS, RolloutLayout, TrainerLayout
 
@@ -20,7 +20,8 @@ EXAMPLES = """examples:
   bash launch/qwen3_moe.sh --trainers tp1 tp4+ep4 --rollouts tp2+ep  choose the table
   bash launch/qwen3_moe.sh --prompts my.jsonl                        lines of {"text": ...} or {"tokens": [...]}
 
-exit status: 0 every pair has logdiff 0; 1 some pair has not, or something failed; 2 the input is bad (one line says what)."""
+exit status: 0 every pair has logdiff 0; 1 some pair has not, or something failed; 2 the input is bad (one line says what);
+130 interrupted. Under your own torchrun every failure is torchrun's 1."""
 
 TRAINERS = ("tp1", "tp2+ep2", "ep2+allgather", "pp2+ep2")
 ROLLOUTS = ("tp1", "tp2", "tp2+ep")
@@ -54,9 +55,17 @@ class Options:
     cache: Path
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Like any other bad input."""
+        raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; those of Megatron keep Megatron's names."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="qwen3_moe.sh",
         description="Train a Qwen3-MoE model with Megatron, sample it with vLLM, and compare every token's log-probability byte for byte.",
         epilog=EXAMPLES,
@@ -106,21 +115,22 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
 
     Raises:
         ValueError: a value that cannot work, in one line.
-        SystemExit: argparse's own (status 2, or 0 for ``--help``).
+        SystemExit: ``--help`` (status 0).
     """
     a = parser().parse_args(argv)
+    if a.cp != 1:
+        raise ValueError("--context-parallel-size must be 1: context parallelism is not covered yet")
     trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
     if world is not None and world != trainer.ranks:
         per_replica = a.tp * a.pp * a.cp
         if world % per_replica:
             raise ValueError(f"{world} ranks do not divide by tp {a.tp} times pp {a.pp}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
         trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
-    if a.cp != 1:
-        raise ValueError("--context-parallel-size must be 1: context parallelism is not covered yet")
     default_trainers, default_rollouts = (TRAINERS[:2], ROLLOUTS[:1]) if a.quick else (TRAINERS, ROLLOUTS)
     further = [TrainerLayout.parse(text) for text in a.trainers or default_trainers]
     rollouts = [RolloutLayout.parse(text) for text in a.rollouts or default_rollouts]
-    for name, value, least in (("--rounds", a.rounds, 1), ("--micro-batch-size", a.micro_batch_size, 1), ("--pretrain-steps", a.pretrain_steps, 0)):
+    least_of = {"--rounds": (a.rounds, 1), "--micro-batch-size": (a.micro_batch_size, 1), "--pretrain-steps": (a.pretrain_steps, 0), "--seed": (a.seed, 0)}
+    for name, (value, least) in least_of.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
@@ -168,9 +178,3 @@ def _once(trainers: list[TrainerLayout]) -> tuple[TrainerLayout, ...]:
     for trainer in trainers:
         seen.setdefault(str(trainer), trainer)
     return tuple(seen.values())
-
-
-def refuse(problem: BaseException) -> int:
-    """Say in one line what is wrong with the input; returns the exit status for it."""
-    print(f"qwen3_moe: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
-    return 2

@@ -46,13 +46,26 @@ def from_stream(stream: Sequence[int], lengths: Sequence[int], seed: int) -> lis
     return [[int(token) for token in stream[start : start + length]] for start, length in zip(starts, lengths, strict=True)]
 
 
-def from_file(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Prompts from JSON lines of ``{"text": ...}`` or ``{"tokens": [...]}``.
+def default_lengths(quick: bool, max_positions: int, max_new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[int]:
+    """Lengths of the prompts that are made here, as far as the model takes them.
+
+    Raises:
+        ValueError: not one fits.
+    """
+    fitting = [length for length in (QUICK if quick else lengths) if length <= max_positions - max_new_tokens]
+    if not fitting:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: at most {max_positions - 1} fit, prompt and all make {max_positions}")
+    return fitting
+
+
+def read(path: Path) -> list[str | list[int]]:
+    """Prompts from JSON lines of ``{"text": ...}`` or ``{"tokens": [...]}``, each as it is given.
 
     Raises:
         ValueError: the file, the line and what is wrong with it.
+        OSError: the file cannot be read.
     """
-    prompts = []
+    prompts: list[str | list[int]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -64,15 +77,26 @@ def from_file(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-        tokens = entry.get("tokens") if isinstance(entry, dict) else None
-        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-            if tokenizer is None:
-                raise ValueError(f'{path}, line {number}: "text" needs a tokenizer.json in the checkpoint folder; give "tokens" instead')
-            tokens = tokenizer.encode(entry["text"]).ids
-        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        given = entry if isinstance(entry, dict) else {}
+        tokens = given.get("tokens")
+        if isinstance(given.get("text"), str):
+            prompts.append(given["text"])
+        elif isinstance(tokens, list) and all(type(token) is int for token in tokens):
+            prompts.append(tokens)
+        else:
             raise ValueError(f'{path}, line {number}: expected {{"text": "..."}} or {{"tokens": [1, 2, ...]}}')
-        prompts.append(tokens)
     return prompts
+
+
+def encode(path: Path, prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Texts as tokens.
+
+    Raises:
+        ValueError: a text, and no tokenizer.
+    """
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f'{path}: "text" needs a tokenizer.json in the checkpoint folder; give "tokens" instead')
+    return [tokenizer.encode(prompt).ids if tokenizer is not None and isinstance(prompt, str) else list(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
 
 def check(prompts: Sequence[Sequence[int]], *, vocab: int, longest: int, max_new_tokens: int, where: str) -> None:

@@ -112,8 +112,9 @@ def write(out: Path, pairs: Sequence[Pair], control: Sequence[Pair], more: Mappi
         "machine": machine(),
         **more,
     }
+    image = picture(pairs, control)  # drawn before the first file is replaced, so that both are of one run
     _replace(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
-    _replace(out / "logdiff.png", picture(pairs, control))
+    _replace(out / "logdiff.png", image)
 
 
 def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from examples.qwen3_moe.children import Child, InputProblem
+from examples.qwen3_moe.children import Child
+from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.prompts import Request
 from tio_megatron.checkpoint import digest_differences
@@ -66,9 +68,15 @@ class Rollout:
         if differing:
             raise RuntimeError(f"rollout {self.layout}: {len(differing)} tensors differ after the weights were pushed: {'; '.join(differing[:3])}")
 
-    def close(self) -> None:
-        """End the engine."""
-        self._child.close()
+    def close(self, patience: float = 15.0) -> None:
+        """End the engine; after ``patience`` seconds without asking."""
+        self._child.close(patience)
+
+    def __enter__(self) -> Rollout:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(15.0 if kind is None else 0.5)
 
 
 def require_same_contract(contract: Contract, kernels: str, engine: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from examples.qwen3_moe.children import InputProblem, serve
+from examples.qwen3_moe.children import serve
+from examples.qwen3_moe.ending import InputProblem
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.vllm import engine_options, push_weights, rollout_contract

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from examples.qwen3_moe import corpus, makers, prompts
-from examples.qwen3_moe.children import InputProblem
+from examples.qwen3_moe.folders import require_room
 from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import VARIABLE, from_environment
 
 PRETRAIN = {"length": 128, "sequences": 8, "lr": 3e-3}
 
@@ -38,7 +39,14 @@ class Stage:
 
 
 def contract_for(options: Options) -> Contract:
-    """The smallest cuts that serve every layout of the table."""
+    """The one that ``TIO_CONTRACT`` names, else the smallest cuts that serve every layout of the table.
+
+    Raises:
+        ValueError: ``TIO_CONTRACT`` names nothing that can be read.
+    """
+    named = from_environment()
+    if named is not None:
+        return named.contract
     return Contract.for_layouts(*[trainer.layout for trainer in options.trainers], *[rollout.layout for rollout in options.rollouts])
 
 
@@ -48,29 +56,70 @@ def check(options: Options, contract: Contract, config: CheckpointConfig) -> Non
     Raises:
         ValueError: lists what does not fit and what would work.
     """
+    named = from_environment()
+    if named is not None and named.vocab_size not in (None, config.shape.vocab):
+        raise ValueError(f"{VARIABLE}: vocab_size is {named.vocab_size}, the checkpoint's is {config.shape.vocab}; leave it out to take that")
+    whose = "the contract" if named is None else f"the contract that {VARIABLE} names (unset it, and the job chooses one that fits the layouts)"
     for kind, layouts in (("trainer", [t.layout for t in options.trainers]), ("rollout", [r.layout for r in options.rollouts])):
         for layout in layouts:
             # A dense model has no expert groups; whatever the table says about them does not apply.
             fitted = layout if config.shape.experts else replace(layout, ep=1, etp=layout.tp)
             found = [str(problem) for problem in contract.problems(fitted, config.shape)]
             if found:
-                raise ValueError(f"{kind}: layout {fitted} does not fit the contract: {'; '.join(found)}")
+                raise ValueError(f"{kind}: layout {fitted} does not fit {whose}: {'; '.join(found)}")
 
 
-def refuse_misfits(options: Options) -> None:
-    """What can be said of layouts and checkpoint before any rank is started; makes nothing.
+def configs(options: Options) -> list[CheckpointConfig]:
+    """The configuration of each stage; a checkpoint of one's own is opened and its tensors are looked through.
 
     Raises:
-        ValueError: bad input, in one line.
+        ValueError: the checkpoint is not whole, or not covered.
     """
     if options.model is not None:
         with Checkpoint(options.model) as checkpoint:
-            config = checkpoint.config
-    elif options.checkpoint == "tiny":
-        config = CheckpointConfig.from_dict(makers.tiny_config(options.num_layers, options.dtype))
-    else:
-        config = CheckpointConfig.from_dict(makers.slice_config(options.num_layers, options.dtype))
-    check(options, contract_for(options), config)
+            return [checkpoint.config]
+    return [CheckpointConfig.from_dict(raw) for raw in _raw(options)]
+
+
+def _raw(options: Options) -> list[dict[str, Any]]:
+    if options.checkpoint == "tiny":
+        return [makers.tiny_config(options.num_layers, options.dtype)]
+    full = makers.slice_config(options.num_layers, options.dtype)
+    return [full, makers.slice_config(options.num_layers, options.dtype, experts=32, vocab=32768)]
+
+
+def require_cache(options: Options, contract: Contract) -> None:
+    """Room in the cache for the checkpoints that will be made.
+
+    Raises:
+        InputProblem: the disk is too small.
+    """
+    if options.model is None:
+        raws = _raw(options)
+        wanted = [_tiny_folder(options, contract, raws[0])] if options.checkpoint == "tiny" else [_slice_folder(options, raw) for raw in raws]
+        made = [folder for folder in wanted if not (folder / "config.json").is_file()]
+        missing = [config for folder, config in zip(wanted, configs(options), strict=True) if folder in made]
+        if missing:
+            require_room(options.cache, sum((4 if options.checkpoint == "tiny" else 2) * bytes_of(config) for config in missing))
+
+
+def tokenizer_for(options: Options, config: CheckpointConfig) -> Any:
+    """The checkpoint's tokenizer: read, or made for ``tiny``; None when it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if options.model is None:
+        return corpus.train_tokenizer(corpus.corpus(), config.shape.vocab) if options.checkpoint == "tiny" else None
+    path = options.model / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: no tokenizer ({error}); take the model's own file, or none and give prompts as tokens") from error
 
 
 def prepare(options: Options, contract: Contract) -> list[Stage]:
@@ -81,23 +130,30 @@ def prepare(options: Options, contract: Contract) -> list[Stage]:
     """
     if options.model is not None:
         return [_own(options, contract)]
-    texts = corpus.corpus()
+    raws = _raw(options)
     if options.checkpoint == "tiny":
-        return [_tiny(options, contract, texts)]
-    full = makers.slice_config(options.num_layers, options.dtype)
-    small = makers.slice_config(options.num_layers, options.dtype, experts=32, vocab=32768)
+        return [_tiny(options, contract, raws[0], corpus.corpus())]
+    full, small = raws
     return [
-        _slice(options, contract, full, texts, name="slice", rounds=1, train=False),
-        _slice(options, contract, small, texts, name="slice for training", rounds=options.rounds, train=options.train),
+        _slice(options, contract, full, name="slice", rounds=1, train=False),
+        _slice(options, contract, small, name="slice for training", rounds=options.rounds, train=options.train),
     ]
 
 
-def _tiny(options: Options, contract: Contract, texts: Sequence[str]) -> Stage:
-    raw = makers.tiny_config(options.num_layers, options.dtype)
+def _tiny_folder(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequence[str] | None = None) -> Path:
+    """Named by everything that the pre-trained weights depend on."""
+    key = corpus.corpus_key(texts if texts is not None else corpus.corpus())
+    return options.cache / f"tiny-{makers.config_key(raw, key, options.seed, options.pretrain_steps, PRETRAIN, contract.fingerprint())}"
+
+
+def _slice_folder(options: Options, raw: dict[str, Any]) -> Path:
+    return options.cache / f"slice-{makers.config_key(raw, options.seed)}"
+
+
+def _tiny(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequence[str]) -> Stage:
     config = CheckpointConfig.from_dict(raw)
     check(options, contract, config)
-    key = makers.config_key(raw, corpus.corpus_key(texts), options.seed, options.pretrain_steps, PRETRAIN, contract.fingerprint())
-    folder = options.cache / f"tiny-{key}"
+    folder = _tiny_folder(options, contract, raw, texts)
     tokenizer = corpus.train_tokenizer(texts, config.shape.vocab)
     stream = corpus.encode(tokenizer, texts)
     asked, longest = _prompts(options, config, tokenizer, stream)
@@ -106,18 +162,18 @@ def _tiny(options: Options, contract: Contract, texts: Sequence[str]) -> Stage:
         start = options.cache / f"tiny-random-{makers.config_key(raw, corpus.corpus_key(texts), options.seed)}"
         if not (start / "config.json").is_file():
             require_room(options.cache, 4 * bytes_of(config))
-            files = corpus.save_tokenizer(tokenizer, options.cache / f".tokenizer-{key}")
-            makers.make_random(start, raw, options.seed, tuple(files))
-            shutil.rmtree(options.cache / f".tokenizer-{key}", ignore_errors=True)
+            options.cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=options.cache) as draft:
+                makers.make_random(start, raw, options.seed, tuple(corpus.save_tokenizer(tokenizer, Path(draft))))
     return Stage("tiny", folder, config, asked, options.rounds, options.train, longest, start, stream if start else None)
 
 
-def _slice(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequence[str], *, name: str, rounds: int, train: bool) -> Stage:
+def _slice(options: Options, contract: Contract, raw: dict[str, Any], *, name: str, rounds: int, train: bool) -> Stage:
     config = CheckpointConfig.from_dict(raw)
     check(options, contract, config)
     stream = np.random.default_rng(options.seed).integers(0, config.shape.vocab, 10_000, dtype=np.int32)
     asked, longest = _prompts(options, config, None, stream, prompts.QUICK)
-    folder = options.cache / f"slice-{makers.config_key(raw, options.seed)}"
+    folder = _slice_folder(options, raw)
     if not (folder / "config.json").is_file():
         require_room(options.cache, 2 * bytes_of(config))
         makers.make_random(folder, raw, options.seed)
@@ -129,15 +185,8 @@ def _own(options: Options, contract: Contract) -> Stage:
     with Checkpoint(options.model) as checkpoint:
         config = checkpoint.config
     check(options, contract, config)
-    tokenizer = None
-    if (options.model / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        path = options.model / "tokenizer.json"
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path}: no tokenizer ({error}); take the model's own file, or none and give prompts as tokens") from error
+    tokenizer = tokenizer_for(options, config)
+    if tokenizer is not None:
         texts = corpus.corpus()[:20]
         stream = corpus.encode(tokenizer, texts) if tokenizer.token_to_id(corpus.END) is not None else np.array(tokenizer.encode("".join(texts)).ids, np.int32)
         stream = stream[stream < config.shape.vocab]
@@ -152,12 +201,9 @@ def _prompts(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The prompts and the longest sequence they make."""
     if options.prompts is not None:
-        asked, where = prompts.from_file(options.prompts, tokenizer), str(options.prompts)
+        asked, where = prompts.encode(options.prompts, prompts.read(options.prompts), tokenizer), str(options.prompts)
     else:
-        room = config.max_positions - options.max_new_tokens
-        fitting = [length for length in (prompts.QUICK if options.quick else lengths) if length <= room]
-        if not fitting:
-            raise ValueError(f"--max-new-tokens {options.max_new_tokens}: at most {config.max_positions - 1} fit, prompt and all make {config.max_positions}")
+        fitting = prompts.default_lengths(options.quick, config.max_positions, options.max_new_tokens, lengths)
         asked, where = prompts.from_stream(stream, fitting, options.seed), "prompts"
     prompts.check(asked, vocab=config.shape.vocab, longest=config.max_positions, max_new_tokens=options.max_new_tokens, where=where)
     longest = max(len(prompt) for prompt in asked) + options.max_new_tokens
@@ -168,11 +214,3 @@ def _prompts(
 def bytes_of(config: CheckpointConfig) -> int:
     """Bytes of all tensors."""
     return sum(spec.numel for spec in tensor_table(config.shape).values()) * (2 if config.dtype == "bfloat16" else 4)
-
-
-def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:
-    """Refuse before anything is written when the disk is too small."""
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise InputProblem(f"{folder}: {need / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free; set {option} to a folder on a larger disk")

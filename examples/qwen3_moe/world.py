@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from examples.qwen3_moe.children import InputProblem
+from examples.qwen3_moe import ending
 from tio_megatron.checkpoint import CheckpointError
 
 Value = TypeVar("Value")
@@ -21,7 +21,7 @@ PATIENCE = timedelta(hours=12)
 
 
 class FirstRankFailed(RuntimeError):
-    """Rank 0 met an error that it reports itself; the other ranks only leave, with its ``status``."""
+    """Rank 0 met an error and has reported it; every rank only leaves, with its ``status``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"rank 0 left with status {status}")
@@ -29,27 +29,36 @@ class FirstRankFailed(RuntimeError):
 
 
 def exit_status(error: BaseException) -> int:
-    """2 for what the user can mend, 130 for Ctrl-C, else 1."""
+    """2 for what the user can mend, else 1."""
     if isinstance(error, FirstRankFailed):
         return error.status
-    if isinstance(error, InputProblem | CheckpointError):
-        return 2
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 2 if isinstance(error, CheckpointError) or ending.mendable(error) else 1
 
 
 class World:
-    """The default process group. Without torchrun it is one rank."""
+    """The default process group. Without torchrun it is one rank.
 
-    def __init__(self) -> None:
+    Args:
+        tell: reports an error of rank 0. It is called before the other ranks hear of the error: as soon as one of them leaves, torchrun ends all.
+
+    Raises:
+        InputProblem: the ranks cannot reach each other.
+    """
+
+    def __init__(self, tell: Callable[[Exception], int] = exit_status) -> None:
+        self._tell = tell
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if "RANK" in os.environ:
-            if Path("/sys/class/net/lo").exists():
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group("gloo", timeout=PATIENCE)
-        else:
-            self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
-            dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
+        try:
+            if "RANK" in os.environ:
+                if Path("/sys/class/net/lo").exists():
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+                dist.init_process_group("gloo", timeout=PATIENCE)
+            else:
+                self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
+                dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
+        except dist.DistNetworkError as error:
+            raise ending.InputProblem(f"the ranks cannot reach each other: {str(error).splitlines()[0]}") from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     @property
@@ -61,20 +70,18 @@ class World:
         """What ``make`` returns on rank 0, on every rank; an error there ends every rank.
 
         Raises:
-            FirstRankFailed: on the other ranks, when ``make`` raised on rank 0 (where its own error is raised).
+            FirstRankFailed: on every rank, when ``make`` raised on rank 0; it has been reported there.
         """
         held: list[Any] = [None, None]
-        error: BaseException | None = None
+        error: Exception | None = None
         if self.first:
             try:
                 held = [make(), None]
-            except BaseException as caught:
-                held, error = [None, exit_status(caught)], caught
+            except Exception as caught:  # a signal is not passed on: it has reached the others too
+                held, error = [None, self._tell(caught)], caught
         dist.broadcast_object_list(held)
-        if error is not None:
-            raise error
         if held[1] is not None:
-            raise FirstRankFailed(held[1])
+            raise FirstRankFailed(held[1]) from error
         value: Value = held[0]
         return value
 

@@ -3,26 +3,35 @@
 import importlib.metadata
 import json
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.qwen3_moe import prompts
-from examples.qwen3_moe.children import InputProblem
-from examples.qwen3_moe.main import check_versions, main
+from examples.qwen3_moe import early, ending, prompts, stages
+from examples.qwen3_moe import world as world_module
+from examples.qwen3_moe.early import check_versions
+from examples.qwen3_moe.ending import InputProblem
+from examples.qwen3_moe.main import main
 from examples.qwen3_moe.makers import make_random, tiny_config
+from examples.qwen3_moe.options import parse
 from examples.qwen3_moe.rollout import require_same_contract
+from examples.qwen3_moe.world import FirstRankFailed, World
 from tio_megatron.contract import Contract, Cuts
 
 
 @pytest.fixture
-def work(tmp_path, monkeypatch) -> Path:
-    """A current folder and cache of the test's own, and no torchrun around it."""
+def work(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A current folder and cache of the test's own, and no torchrun around it; signals as they were, since the job leaves them ignored."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIO_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "TIO_CONTRACT"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    yield tmp_path
+    for number, handler in signals.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +67,17 @@ def refused(capsys, *argv: str) -> str:
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--checkpoint", "slice", "--num-layers", "9"], "slice has 1 to 4 layers"),
         (["--model", "nowhere"], "--model nowhere: no such folder"),
+        (["--tp", "many"], "--tp: invalid int value: 'many'"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--out", "file"], "--out file: is a file, not a folder"),
+        (["--out", "file/below/it"], "--out file/below/it: cannot be made, "),
+        (["--out", "/proc/it"], "--out /proc/it: /proc cannot be written"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_options(work, capsys, argv, said):
+    (work / "file").write_text("")
     assert said in refused(capsys, *argv)
     assert not list(work.glob("out/**/*.json")) and not list(work.glob("cache/**/*.safetensors"))
 
@@ -99,8 +114,58 @@ def test_checkpoints(work, model, capsys):
 
 def test_a_full_disk_is_said_first(work, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    assert "GiB are free; set TIO_CACHE" in refused(capsys)
+    assert "MiB are free; set TIO_CACHE" in refused(capsys)
     assert not list(work.glob("cache/*"))
+
+
+def test_a_report_that_could_not_be_replaced(work, capsys):
+    (work / "out" / "report.json").mkdir(parents=True)
+    assert "--out out: report.json in it is a folder" in refused(capsys, "--out", "out")
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("nowhere.json", "TIO_CONTRACT='nowhere.json': contract: 'nowhere.json' is neither"),
+        ('{"cuts": {"attn_row": 1}}', "does not fit the contract that TIO_CONTRACT names"),
+        ('{"vocab_size": 12}', "TIO_CONTRACT: vocab_size is 12, the checkpoint's is 4096"),
+    ],
+)
+def test_a_contract_of_the_environment_that_does_not_fit(work, capsys, monkeypatch, value, said):
+    monkeypatch.setenv("TIO_CONTRACT", value)
+    assert said in refused(capsys, "--trainers", "tp2+ep2")
+
+
+def test_the_contract_of_the_environment_is_taken(work, monkeypatch):
+    options = parse(["--trainers", "tp1", "--rollouts", "tp1"])
+    assert stages.contract_for(options) == Contract(cuts=Cuts.uniform(1)) != Contract()
+    for value, wanted in (("1", Contract()), ('{"cuts": {"attn_row": 4}}', Contract(cuts=Cuts(attn_row=4))), ("0", Contract(cuts=Cuts.uniform(1)))):
+        monkeypatch.setenv("TIO_CONTRACT", value)
+        assert stages.contract_for(options) == wanted
+        early.check(options)
+
+
+def test_the_first_rank_speaks_before_the_others_hear(monkeypatch):
+    told = []
+    world = World.__new__(World)
+    world.rank, world._tell = 0, lambda error: told.append(str(error)) or 2
+    monkeypatch.setattr(world_module.dist, "broadcast_object_list", lambda held: told.append(f"sent {held[1]}"))
+    with pytest.raises(FirstRankFailed) as failed:
+        world.from_first(lambda: 1 // 0)
+    assert told == ["integer division or modulo by zero", "sent 2"] and failed.value.status == 2
+
+
+def test_of_several_ranks_one_speaks(tmp_path, monkeypatch, capsys):
+    ranks = tmp_path / "run" / "attempt_0"
+    signals = {number: signal.getsignal(number) for number in ending.SIGNALS}
+    for rank in range(3):
+        (ranks / str(rank)).mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / str(rank) / "error.json"))
+        assert ending.say(f"error: seen by rank {rank}", 2) == 2
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    assert capsys.readouterr().err == "qwen3_moe: error: seen by rank 0\n"
+    assert ending.said_below(tmp_path) == 2 and [path.name for path in ranks.iterdir() if path.is_file()] == [ending.SAID]
 
 
 def test_another_version_is_refused(monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
@@ -64,7 +65,7 @@ def write_checkpoint(
         for file in files:
             shutil.copyfile(file, draft / file.name)
         _swap(draft, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own word for what the system refuses
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
 from tio_megatron.integrations.megatron import masks, modules, refusals, specs
 
@@ -116,6 +117,15 @@ def test_a_movement_for_each_layer_is_refused():
 def test_every_rule_names_a_field_that_exists():
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert {rule.option for rule in refusals.CONFIG_RULES + refusals.CONTEXT_RULES} <= fields
+
+
+@pytest.mark.parametrize("option", ["fp8", "fp4"])
+def test_a_quantized_configuration_is_refused_before_stock_asks_for_transformer_engine(option):
+    asked = SIZES | QWEN3 | {option: WRONG[option], "num_moe_experts": 4, "moe_ffn_hidden_size": 64}
+    with tio.apply(), pytest.raises(ValueError, match=rf"\n  {option}='.*would work"):
+        TransformerConfig(**asked)
+    with tio.apply():
+        TransformerConfig(**asked | {option: None})
 
 
 def test_all_options_are_listed_at_once():

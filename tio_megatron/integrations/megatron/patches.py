@@ -27,6 +27,12 @@ def all_patches() -> list[Patch]:
         ),
         Patch(f"{GPT}.forward", run_ordered, why="a model built before apply() would compute half of the sums in stock's order", stock="the forward pass"),
         Patch(
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            configure,
+            why="stock asks Transformer Engine for its version before a model is built, and dies where there is none",
+            stock="every other check: those of ours wait for the model",
+        ),
+        Patch(
             "megatron.core.transformer.attention:apply_rotary_pos_emb",
             rotate,
             why="Attention.forward reads this name; a spec has no part for it",
@@ -76,6 +82,19 @@ def run_ordered(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def configure(original: Callable[..., None]) -> Callable[..., None]:
+    """``TransformerConfig.__post_init__``: quantized products are refused by name before stock looks at them."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        from tio_megatron.integrations.megatron import refusals
+
+        refusals.check_quantized(self)
+        original(self)
+
+    return __post_init__
 
 
 def rotate(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

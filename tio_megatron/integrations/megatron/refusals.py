@@ -79,6 +79,20 @@ MODEL_RULES = (
 )
 
 
+QUANTIZED = tuple(rule for rule in CONFIG_RULES if rule.option in ("fp8", "fp4"))
+
+
+def check_quantized(config: TransformerConfig) -> None:
+    """Refuse FP8 and FP4 as soon as a configuration asks for them: stock's own checks, which come next, die without Transformer Engine.
+
+    Raises:
+        ValueError: names the option.
+    """
+    lines = broken(QUANTIZED, config)
+    if lines:
+        raise ValueError("this configuration cannot run under the contract:\n  " + "\n  ".join(lines))
+
+
 def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Contract, vocab: int) -> None:
     """Refuse a model that the contract cannot hold.
 

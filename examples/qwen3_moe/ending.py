@@ -1,0 +1,117 @@
+"""How the job ends before its time: one line, said once whatever the number of ranks, and the exit status that goes with it.
+
+torchrun ends every rank as soon as one has left, so who has something to say says it before anybody can leave, and then lets itself not be
+disturbed. Ranks of one start share torchrun's folder of that start; the first to put its line there is the one that prints it. Light to import:
+this is used before torch is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+SAID = "said.json"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 128 + signal.SIGINT
+# What a person can mend about files and disks; anything else of an OSError is a mistake of the code.
+_MENDABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG", "ELOOP", "EMFILE")}
+_FULL = "No space left on device"
+
+
+class InputProblem(ValueError):
+    """Something the user can mend; the job ends with this one line and status 2."""
+
+
+def refuse(problem: BaseException) -> int:
+    """Say in one line what is wrong with the input; returns the exit status for it."""
+    return say(f"error: {describe(problem)}", 2)
+
+
+def interrupted() -> int:
+    """Say that Ctrl-C ended the job; returns the exit status for it."""
+    return say("interrupted", INTERRUPTED)
+
+
+def say(text: str, status: int) -> int:
+    """Print one line, unless a rank of this start has said something already; from here on signals do not disturb this process.
+
+    Returns:
+        ``status``.
+    """
+    ignore_signals()
+    line = f"qwen3_moe: {' '.join(text.split())}"
+    if _first_to_say(line, status):
+        print(line, file=sys.stderr, flush=True)
+    return status
+
+
+def said_below(folder: Path) -> int | None:
+    """The status that a rank has said in a folder given to torchrun as ``--log-dir``; None when nothing was said."""
+    for file in folder.glob(f"*/attempt_*/{SAID}"):
+        status: int = json.loads(file.read_text())["status"]
+        return status
+    return None
+
+
+def describe(problem: BaseException) -> str:
+    """What is wrong, for a person: files by their name, a full disk as such."""
+    if disk_full(problem):
+        where = f"{problem.filename}: " if isinstance(problem, OSError) and problem.filename else ""
+        return f"{where}no space left on device; make room, or choose folders on larger disks with --out and TIO_CACHE ({problem})"
+    if isinstance(problem, OSError) and problem.filename:
+        return f"{problem.filename}: {problem.strerror or problem}"
+    return str(problem)
+
+
+def mendable(problem: BaseException) -> bool:
+    """Whether the user can mend it: bad input, a folder that cannot be written, a full disk."""
+    return isinstance(problem, InputProblem) or (isinstance(problem, OSError) and problem.errno in _MENDABLE) or disk_full(problem)
+
+
+def disk_full(problem: BaseException) -> bool:
+    """Whether a disk is full; some libraries say so in their own words only."""
+    return (isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)) or _FULL in str(problem)
+
+
+def ignore_signals() -> None:
+    """Let the way out not be disturbed: it is short, and whoever is in a hurry has SIGKILL."""
+    with contextlib.suppress(ValueError):  # not the main thread: it has no say about signals
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def listen(first: bool) -> None:
+    """Signals end this rank: the first in order, with its children; the others, which own nothing, at once, even inside a collective."""
+    for number in SIGNALS:
+        signal.signal(number, _leave if first else signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    ignore_signals()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+def _first_to_say(line: str, status: int) -> bool:
+    """Write the line into the folder of this start, whole or not at all; False when another rank was there before."""
+    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if not folder.name.startswith("attempt_"):
+        return int(os.environ.get("RANK", "0")) == 0
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".said-", encoding="utf-8") as draft:
+            json.dump({"line": line, "status": status}, draft)
+            draft.flush()
+            os.link(draft.name, folder / SAID)
+    except FileExistsError:
+        return False
+    except OSError:  # that disk is full, or the folder has gone: better said twice than not at all
+        return True
+    return True

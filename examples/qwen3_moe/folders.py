@@ -1,0 +1,63 @@
+"""Folders the job will write to, looked at before anything is made: can they be, and is the disk large enough."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from examples.qwen3_moe.ending import InputProblem
+
+REPORT_BYTES = 16 << 20
+"""Of report, picture and logs; more than they take."""
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that is there and takes no file, or that could not be made; makes nothing.
+
+    Raises:
+        InputProblem: names the path in the way, and what would work.
+    """
+    there = nearest(folder)
+    if not there.is_dir():
+        what = "is a file, not a folder" if there == folder.absolute() else f"cannot be made, {there} is a file"
+        raise InputProblem(f"{option} {folder}: {what}; name a folder, or a path where one can be made")
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"\0" * 4096)
+    except OSError as error:
+        raise InputProblem(f"{option} {folder}: {there} cannot be written ({error.strerror or error}); name a folder that can") from error
+
+
+def require_out(folder: Path) -> None:
+    """:func:`require_writable` for ``--out``, and for the names that will be replaced in it.
+
+    Raises:
+        InputProblem: names the path in the way.
+    """
+    require_writable(folder, "--out")
+    for name, taken, kind in (("report.json", Path.is_dir, "folder"), ("logdiff.png", Path.is_dir, "folder"), ("logs", Path.is_file, "file")):
+        if taken(folder / name):
+            raise InputProblem(f"--out {folder}: {name} in it is a {kind}; remove it or name another folder")
+    require_room(folder, REPORT_BYTES, "--out")
+
+
+def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:
+    """Refuse before anything is written when the disk is too small.
+
+    Raises:
+        InputProblem: how much is needed and how much is there.
+    """
+    free = shutil.disk_usage(nearest(folder)).free
+    if need > free:
+        scale, unit = (30, "GiB") if need >= 1 << 29 else (20, "MiB")
+        sizes = f"{need / 2**scale:.1f} {unit} are needed, {free / 2**scale:.1f} {unit} are free"
+        raise InputProblem(f"{folder}: {sizes}; set {option} to a folder on a larger disk")
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or what is there of the way to it."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there

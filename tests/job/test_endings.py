@@ -1,0 +1,162 @@
+"""How the job ends before its time, with real processes: one line on stderr, the right status, nothing left behind."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = str(ROOT / "launch" / "qwen3_moe.sh")
+TWO_RANKS = ("--quick", "--tp", "2", "--ep", "2", "--pretrain-steps", "1", "--no-control", "--rounds", "1")
+MARK = "QWEN3_MOE_TEST_MARK"
+
+
+class Place:
+    """A folder to start jobs in, and what they leave in it and among the processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        dropped = ("RANK", "WORLD_SIZE", "NPROC_PER_NODE", "TIO_CONTRACT", "OMP_NUM_THREADS")
+        self.environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        self.environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "TIO_CACHE": str(folder / "cache"), MARK: str(folder)}
+
+    def run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """The finished command."""
+        return subprocess.run(command, cwd=self.folder, env=self.environment | more, capture_output=True, text=True, timeout=120)
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """The command, running."""
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def processes(self) -> list[str]:
+        """Command lines of everything started from here that still runs."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and f"{MARK}={self.folder}".encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+        return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("qwen3_moe: error: ")
+    return line
+
+
+def can(*command: str) -> bool:
+    """Whether this machine lets us; if not the skip is said loudly, as a warning in the summary too."""
+    allowed = shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
+    if not allowed:
+        warnings.warn(f"{' '.join(command)} is not allowed here: a test of the job's endings is SKIPPED", stacklevel=2)
+    return allowed
+
+
+def test_what_can_be_known_is_said_before_any_rank_starts(place):
+    (place.folder / "p.jsonl").write_text('{"tokens": [5000]}\n')
+    line = refused(place.run("bash", JOB, *TWO_RANKS, "--prompts", "p.jsonl"))
+    assert "prompt 0 has token 5000, outside the vocabulary of 4096" in line
+    assert os.listdir(place.folder) == ["p.jsonl"]
+
+
+def test_what_only_a_rank_can_know_is_one_line_too(place):
+    # A limit on the size of a file is met when the checkpoint is written, by rank 0, while rank 1 waits for it.
+    done = place.run("bash", "-c", f'ulimit -f 1024; exec bash "{JOB}" {" ".join(TWO_RANKS)}')
+    assert "cannot be written" in refused(done) and "File too large" in done.stderr
+    assert not place.processes() and not list(place.folder.rglob("*.safetensors")) and not list(place.folder.rglob("*draft*"))
+
+
+def test_under_a_torchrun_of_ones_own_it_is_said_once_and_the_status_is_torchruns(place):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    (place.folder / "out").write_text("a file")
+    done = place.run(*torchrun, JOB, *TWO_RANKS, "--out", "out")
+    said = [line for line in done.stderr.splitlines() if line.startswith("qwen3_moe: ")]
+    assert said == ["qwen3_moe: error: --out out: is a file, not a folder; name a folder, or a path where one can be made"], done.stderr
+    assert done.returncode == 1 and os.listdir(place.folder) == ["out"]
+
+
+def test_a_full_disk_is_said_first(place):
+    if not can("unshare", "-m", "true"):
+        pytest.skip("no mount namespaces: a really full disk was NOT tried")
+    for name, fill, said in (("cache", "true", "set TIO_CACHE"), ("out", "head -c 2M /dev/zero > out/full", "--out out: ")):
+        (place.folder / name).mkdir()
+        mounted = f'mount -t tmpfs -o size=1m none {name} && {{ {fill} 2>/dev/null; exec bash "{JOB}" --quick --out out; }}'
+        done = place.run("unshare", "-m", "sh", "-c", mounted)
+        if done.stderr.startswith("mount:"):
+            pytest.skip("mounting is not allowed: a really full disk was NOT tried")
+        assert said in refused(done), done.stderr
+        (place.folder / name).rmdir()
+
+
+def test_no_port_is_one_line(place):
+    if not can("unshare", "-n", "true"):
+        pytest.skip("no network namespaces: a machine without ports was NOT tried")
+    assert "127.0.0.1, and no port there can be used (Network is unreachable)" in refused(place.run("unshare", "-n", "bash", JOB, "--quick"))
+    # lo is up and two ports exist, both taken.
+    taken = f"""
+import fcntl, os, socket, struct
+control = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("40000 40001")
+held = [socket.create_server(("127.0.0.1", port)) for port in (40000, 40001)]
+for one in held:
+    one.set_inheritable(True)
+os.execvp("bash", ["bash", {JOB!r}, "--quick"])
+"""
+    assert "Address already in use" in refused(place.run("unshare", "-n", sys.executable, "-c", taken))
+
+
+@pytest.mark.parametrize("how, said", [(signal.SIGINT, "interrupted"), pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.full)])
+def test_a_signal_while_vllm_starts_ends_everything(place, how, said):
+    before = {path.name for path in Path("/dev/shm").glob("tio-job-*")}
+    process = place.start("bash", JOB, *TWO_RANKS)
+    logs = place.folder / "out" / "qwen3_moe" / "logs"
+    deadline = time.monotonic() + 120
+    while not logs.exists() and process.poll() is None and time.monotonic() < deadline:  # made for the engine's child
+        time.sleep(0.1)
+    time.sleep(1)
+    assert len(place.processes()) >= 4, "the starter, two ranks, an engine"
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + how, f"qwen3_moe: {said}\n")
+    assert not place.processes()
+    assert {path.name for path in Path("/dev/shm").glob("tio-job-*")} <= before
+    assert [path.name for path in (place.folder / "out" / "qwen3_moe").iterdir()] == ["logs"]
+
+
+@pytest.mark.full
+def test_ctrl_c_before_the_ranks_are_up(place):
+    process = place.start("bash", JOB, *TWO_RANKS)
+    deadline = time.monotonic() + 60
+    while len(place.processes()) < 3 and time.monotonic() < deadline:  # the ranks have just been started: they import
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "qwen3_moe: interrupted\n")
+    assert not place.processes() and not (place.folder / "out").exists()
+
+
+@pytest.mark.full
+def test_ranks_end_with_a_starter_that_was_killed(place):
+    process = place.start("bash", JOB, *TWO_RANKS)
+    deadline = time.monotonic() + 60
+    while not (place.folder / "cache").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    while place.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not place.processes()
