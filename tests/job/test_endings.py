@@ -79,6 +79,7 @@ def test_what_only_a_rank_can_know_is_one_line_too(place):
     assert not place.processes() and not list(place.folder.rglob("*.safetensors")) and not list(place.folder.rglob("*draft*"))
 
 
+@pytest.mark.full
 def test_under_a_torchrun_of_ones_own_it_is_said_once_and_the_status_is_torchruns(place):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     (place.folder / "out").write_text("a file")
