@@ -137,7 +137,7 @@ def _scratch(options: Options, found: Sequence[Stage]) -> Path:
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * need
     if not roomy:
         folders.require_room(options.out, need, "--out")
-    folder = Path(tempfile.mkdtemp(prefix="tio-job-", dir=memory if roomy else options.out))
+    folder = Path(tempfile.mkdtemp(prefix=f"tio-job-{os.getpid()}-", dir=memory if roomy else options.out))
     for number in range(len(found)):
         (folder / str(number)).mkdir()
     return folder
