@@ -47,15 +47,15 @@ def run_experts(
     return rows
 
 
-def _tag(weights: Sequence[Parameter], config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Tell DDP over which ranks an expert's gradient is summed.
+def _tag(weights: Sequence[Parameter]) -> None:
+    """Tell DDP and the optimizer that these are experts, whatever the layout.
 
-    Stock takes the expert group only when experts are cut by EP. With one EP rank and ETP smaller than TP the ranks of TP hold the same
-    experts but saw different tokens, so there too the dense data-parallel group would leave part of the sum out.
+    Stock does so only when experts are cut by EP. With one EP rank and ETP smaller than TP the ranks of TP hold the same experts but saw
+    different tokens, so there the dense data-parallel group would leave part of the gradient's sum out. And experts that are sometimes
+    in the dense optimizer, sometimes in their own, would keep a checkpoint from loading in another layout.
     """
-    replicated = config.expert_model_parallel_size == 1 and groups.expt_tp.size() == groups.tp.size()
     for weight in weights:
-        weight.allreduce = replicated  # type: ignore[attr-defined]
+        weight.allreduce = False  # type: ignore[attr-defined]
 
 
 class OrderedSequentialMLP(SequentialMLP):
@@ -63,7 +63,7 @@ class OrderedSequentialMLP(SequentialMLP):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
-        _tag(list(self.parameters()), config, pg_collection)
+        _tag(list(self.parameters()))
 
     def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
@@ -121,7 +121,7 @@ class OrderedGroupedMLP(MegatronModule):
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = _ExpertWeights(num_local_experts, 2 * width, hidden, 0, 2, config.init_method, config, self.tp_group)
         self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.tp_group)
-        _tag(list(self.parameters()), config, pg_collection)
+        _tag(list(self.parameters()))
 
     def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
