@@ -7,8 +7,10 @@ The papers leave the roundings open. Ours, everything fp32, ``fma`` with one rou
     g = fma(decay, w, g)                      only L2
     m = fma(beta1, m, [new1 * g])
     v = fma(beta2, v, [[new2 * g] * g])
-    w = fma(-rate, [m / fma([sqrt(v)], correction, eps)], w)       decoupled: [w * decay] in place of the last w
+    w = fma(-decay, w, w)                     only decoupled
+    w = fma(-rate, [m / fma([sqrt(v)], correction, eps)], w)
 
+(A weight times ``1 - lr * weight_decay``, as it is often written, would lose most digits of a small decay: near 1 fp32 has steps of 6e-8.)
 The scalars do not depend on the element. They are computed in float64 with correctly rounded operations only (no library's ``pow``)
 and rounded to fp32 once: see :class:`Scalars`.
 """
@@ -35,7 +37,7 @@ class Scalars:
         beta1, new1: the first moment's decay and one minus it.
         beta2, new2: the second moment's.
         eps: added to the root of the second moment, after its correction.
-        decay: decoupled: what a weight is multiplied with, ``1 - lr * weight_decay``; L2: ``weight_decay``.
+        decay: decoupled: the part of a weight that is taken away, ``lr * weight_decay``; L2: ``weight_decay``.
         rate: ``lr / (1 - beta1 ** step)``.
         correction: ``1 / sqrt(1 - beta2 ** step)``.
         decoupled: which of the two decays.
@@ -64,7 +66,7 @@ class Scalars:
             require(0.0 <= beta < 1.0, "adam", f"{name} is {beta!r}; it must be in [0, 1)")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             require(value is not None and 0.0 <= float(value) < math.inf, "adam", f"{name} is {value!r}; it must be finite and at least 0")
-        decay = 1.0 - lr * weight_decay if decoupled else weight_decay
+        decay = lr * weight_decay if decoupled else weight_decay
         rate = lr / (1.0 - power(beta1, step))
         correction = 1.0 / math.sqrt(1.0 - power(beta2, step))
         return cls(beta1, 1.0 - beta1, beta2, 1.0 - beta2, float(eps), float(decay), rate, correction, decoupled)

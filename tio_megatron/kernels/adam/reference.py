@@ -19,4 +19,5 @@ def adam(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, s: S
     first = fma(beta1, exp_avg, new1 * grad)
     second = fma(beta2, exp_avg_sq, (new2 * grad) * grad)
     direction = first / fma(sqrt(second), correction, eps)
-    return fma(-rate, direction, weight * decay if s.decoupled else weight), first, second
+    kept = fma(-decay, weight, weight) if s.decoupled else weight
+    return fma(-rate, direction, kept), first, second

@@ -10,7 +10,7 @@ TIO_INLINE F adam(F w, F g, F& m, F& v, const AdamNumbers& n) {
   m = fma(n.beta1, m, n.new1 * g);
   v = fma(n.beta2, v, (n.new2 * g) * g);
   const F direction = m / fma(sqrt(v), n.correction, n.eps);
-  return fma(-n.rate, direction, kDecoupled ? w * n.decay : w);
+  return fma(-n.rate, direction, kDecoupled ? fma(-n.decay, w, w) : w);
 }
 
 // numbers: beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, rate, correction. `out` may be null.
