@@ -92,8 +92,10 @@ def made(row, **options):
         bare = build(setup, checkpoint)
     bare.tio_path = setup.path
     model = ddp(bare, use_distributed_optimizer=row.sharded)
-    chosen = dict(lr=1e-2, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95, bf16=row.dtype == "bfloat16", use_distributed_optimizer=row.sharded)
-    return model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", **chosen | options), [model])
+    chosen = dict(
+        optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.95, bf16=row.dtype == "bfloat16", use_distributed_optimizer=row.sharded
+    )
+    return model, get_megatron_optimizer(OptimizerConfig(**chosen | options), [model])
 
 
 def everything(model, optimizer, row):

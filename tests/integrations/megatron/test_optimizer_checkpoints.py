@@ -44,7 +44,7 @@ def load(rank, row, path):
     [
         (Row(tp=2, ep=2), Row()),
         (Row(tp=2, ep=2, sharded=True), Row(dp=2, sharded=True)),
-        (Row(dp=2, ep=2, dtype="float32"), Row(tp=2, dtype="float32")),
+        pytest.param(Row(dp=2, ep=2, dtype="float32"), Row(tp=2, dtype="float32"), marks=pytest.mark.full),
         pytest.param(Row(pp=2, dp=2, sharded=True), Row(ep=2, dp=2, sharded=True), marks=pytest.mark.full),
         pytest.param(Row(tp=2, ep=2, dp=2, sharded=True), Row(sharded=True), marks=pytest.mark.full),
     ],

@@ -1,0 +1,96 @@
+"""Run by a test in a process of its own: optimizer steps where something that looks like apex can be imported, and notes its calls.
+
+Argument: a folder, for the package and the files ``ordered`` and ``stock`` with the names of what was called.
+"""
+
+import sys
+from pathlib import Path
+
+PACKAGE = {
+    "stand_in_notes.py": """
+from pathlib import Path
+
+WHERE = "import"
+
+def note(name):
+    with open(Path(__file__).with_name(WHERE), "a") as file:
+        file.write(name + "\\n")
+""",
+    "apex/__init__.py": "",
+    "apex/optimizers/__init__.py": """
+import torch
+from stand_in_notes import note
+
+class FusedAdam(torch.optim.AdamW):
+    def __init__(self, params, adam_w_mode=True, **options):
+        note("FusedAdam")
+        super().__init__(params, **options)
+
+    def step(self, closure=None):
+        note("FusedAdam.step")
+        return super().step(closure)
+
+class FusedSGD(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        note("FusedSGD")
+        super().__init__(*args, **options)
+""",
+    "apex/multi_tensor_apply/__init__.py": """
+from stand_in_notes import note
+
+def multi_tensor_applier(function, overflow, lists, *args):
+    note("multi_tensor_applier")
+    return function(overflow, lists, *args)
+""",
+    "amp_C.py": """
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+def multi_tensor_l2norm(overflow, lists, each):
+    return local_multi_tensor_l2_norm(None, overflow, lists, each)
+
+def multi_tensor_scale(overflow, lists, factor):
+    return local_multi_tensor_scale(None, overflow, lists, factor)
+""",
+}
+
+
+def steps(rank, ordered):
+    import stand_in_notes
+    from hand_made import Row, made, step
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from tiny_megatron import running
+
+    stand_in_notes.WHERE = "ordered" if ordered else "stock"
+    if not ordered:
+        transformer_block.LayerNormImpl = WrappedTorchNorm  # apex's has no RMSNorm
+    assert clip_grads.multi_tensor_applier.__module__ == "apex.multi_tensor_apply", "the stand-in was not found"
+    assert distrib_optimizer.HAVE_APEX_OR_TE
+    for row in (Row(ordered=ordered), Row(ordered=ordered, sharded=True), Row(ordered=ordered, dtype="float32")):
+        with running(row.setup):
+            model, optimizer = made(row, log_num_zeros_in_grad=True)
+            for seed in range(2):
+                assert step(model, optimizer, row, seed)[0]
+        parallel_state.destroy_model_parallel()
+
+
+def main():
+    folder = Path(sys.argv[1])
+    for name, text in PACKAGE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    root = Path(__file__).resolve().parents[3]
+    sys.path[:0] = [str(folder), str(root), str(root / "tests" / "support")]
+
+    import hand_made  # noqa: F401  (imported once, before ranks are forked)
+
+    from tio_megatron.testing import run_ranks
+
+    for ordered in (True, False):
+        run_ranks(1, steps, ordered, timeout=100)
+
+
+if __name__ == "__main__":
+    main()

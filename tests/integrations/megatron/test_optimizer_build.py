@@ -1,0 +1,190 @@
+"""What is taken and what is refused when an optimizer is built, and what a gradient that is not finite does."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hand_made import Row, everything, give, gradients, made, run
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from tiny_megatron import running
+
+import tio_megatron as tio
+from tio_megatron.integrations.megatron import environments, optimizer_refusals
+from tio_megatron.testing import RankError, assert_same_bytes, run_ranks
+
+BOTH = [torch.bfloat16, torch.float32]
+
+
+def changed(config, **fields):
+    """After megatron-core's own checks, some of which would refuse first."""
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+WRONG = dict(
+    optimizer="sgd",
+    fp16=True,
+    loss_scale=1024.0,
+    params_dtype=torch.float16,
+    fp8_recipe="delayed",
+    reuse_grad_buf_for_mxfp8_param_ag=True,
+    use_precision_aware_optimizer=True,
+    main_grads_dtype=torch.bfloat16,
+    main_params_dtype=torch.float16,
+    exp_avg_dtype=torch.bfloat16,
+    exp_avg_sq_dtype=torch.bfloat16,
+    optimizer_cpu_offload=True,
+    use_torch_optimizer_for_cpu_offload=True,
+)
+WRONG_DDP = dict(
+    use_megatron_fsdp=True,
+    use_custom_fsdp=True,
+    data_parallel_sharding_strategy="optim",
+    num_distributed_optimizer_instances=2,
+    reduce_scatter_with_fp32_accumulation=True,
+    average_in_collective=True,
+    fp8_param_gather=True,
+    reuse_grad_buf_for_mxfp8_param_ag=True,
+    delay_wgrad_compute=True,
+)
+
+
+@pytest.mark.parametrize("option, value", WRONG.items())
+def test_optimizer_options_are_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=rf"the optimizer cannot obey.*\n  {option}=.*would work"):
+        optimizer_refusals.check_optimizer(changed(OptimizerConfig(lr=1e-3), **{option: value}))
+
+
+@pytest.mark.parametrize("option, value", WRONG_DDP.items())
+def test_data_parallel_options_are_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=rf"data parallelism cannot obey.*\n  {option}=.*would work"):
+        optimizer_refusals.check_ddp(changed(DistributedDataParallelConfig(grad_reduce_in_fp32=True), **{option: value}), BOTH)
+
+
+def test_every_rule_names_an_option_that_exists_and_is_tested():
+    for rules, config, wrong in (
+        (optimizer_refusals.OPTIMIZER_RULES, OptimizerConfig, WRONG),
+        (optimizer_refusals.DDP_RULES, DistributedDataParallelConfig, WRONG_DDP),
+    ):
+        assert {rule.option for rule in rules} == set(wrong) <= {field.name for field in dataclasses.fields(config)}
+
+
+def test_what_works_is_not_refused():
+    optimizer_refusals.check_optimizer(OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True))
+    optimizer_refusals.check_ddp(DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True), [torch.float32])
+    with pytest.raises(ValueError, match="grad_reduce_in_fp32=False: gradients would be rounded"):
+        optimizer_refusals.check_ddp(DistributedDataParallelConfig(), BOTH)
+
+
+def test_other_optimizers_are_refused():
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.muon import TensorParallelMuon
+
+    with tio.apply():
+        with pytest.raises(ValueError, match="Muon cannot obey the contract.*optimizer='adam' would work"):
+            TensorParallelMuon([])
+        with pytest.raises(ValueError, match="the layer-wise optimizer cannot obey"):
+            LayerWiseDistributedOptimizer([], None)
+
+
+def test_other_norms_are_refused_and_the_largest_element_stays_stocks():
+    from megatron.core.optimizer import optimizer
+
+    def work(rank):
+        from tio_megatron.integrations.megatron import cpu_device
+
+        with cpu_device.enabled(), tio.apply():
+            with pytest.raises(ValueError, match="norm_type=3"):
+                optimizer.get_grad_norm_fp32([torch.ones(3)], 3)
+            with pytest.raises(ValueError, match="precision-aware"):
+                optimizer.clip_grad_by_total_norm_fp32([], 1.0, 2.0, use_decoupled_grad=True)
+            return optimizer.get_grad_norm_fp32([torch.tensor([1.0, -5.0 - rank])], math.inf), optimizer.get_grad_norm_fp32(torch.tensor([3.0, 4.0]))
+
+    assert run_ranks(2, work) == [(6.0, math.sqrt(50.0))] * 2
+
+
+def build(rank, row, options):
+    with running(row.setup):
+        made(row, **options)
+
+
+def test_a_refused_option_reaches_the_user():
+    with pytest.raises(RankError, match="ValueError: the optimizer cannot obey the contract with these options:\n  optimizer='sgd'"):
+        run_ranks(1, build, Row(), {"optimizer": "sgd"})
+
+
+def test_a_package_on_one_rank_is_named(tmp_path):
+    """A stand-in for apex that only rank 1 can import."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+
+    def work(rank):
+        if rank == 1:
+            sys.path.insert(0, str(tmp_path))
+        build(rank, Row(dp=2), {})
+
+    with pytest.raises(RankError, match="ranks run different software.*\n  rank 1: apex is importable, without a version, elsewhere not importable"):
+        run_ranks(2, work)
+
+
+def test_who_differs_from_most_is_named():
+    usual = environments.environment()
+    assert usual["torch"].startswith("2.") and usual["contract"] == "none"
+    with tio.apply(vocab_size=700):
+        ours = environments.environment()
+    assert ours["contract"] != "none" and ours["vocab_size"] == "700"
+    lines = environments._differences([usual, usual | {"torch": "9.9"}, usual, usual | {"kernels": "cpu-0"}], [0, 2, 4, 6])
+    assert lines == [f"rank 2: torch is 9.9, elsewhere {usual['torch']}", f"rank 6: kernels is cpu-0, elsewhere {usual['kernels']}"]
+    assert environments._differences([usual, usual], [0, 1]) == []
+
+
+def poisoned(rank, row):
+    """(successful, norm, everything before and after) of steps in which one gradient element of one expert is infinite, then NaN; a good step."""
+    with running(row.setup):
+        model, optimizer = made(row)
+        skipped = []
+        for value in (math.inf, math.nan):
+            whole = dict(gradients(0, row.dtype))
+            name = next(name for name in whole if ".experts.3." in name)
+            whole[name] = whole[name].clone()
+            whole[name][5, 5] = value
+            before = everything(model, optimizer, row)
+            give(model, whole)
+            skipped.append((*optimizer.step()[:2], before, everything(model, optimizer, row)))
+        give(model, gradients(0, row.dtype))
+        return skipped, optimizer.step()[0]
+
+
+@pytest.mark.parametrize("row", [Row(tp=2, ep=2), Row(ep=2, dp=2, sharded=True)], ids=str)
+def test_no_rank_steps_on_a_gradient_that_is_not_finite(row):
+    for skipped, then in run_ranks(row.world, poisoned, row, timeout=120):
+        for (done, norm, before, after), expected in zip(skipped, (math.inf, math.nan), strict=True):
+            assert not done
+            assert_same_bytes(norm, expected)
+            assert_same_bytes(after, before, "the skipped step")
+        assert then, "the next step is taken"
+
+
+STAND_IN = Path(__file__).with_name("apex_stand_in.py")
+
+
+def test_nothing_of_an_importable_apex_is_called(tmp_path):
+    """With its control: stock takes Adam, the norm and the scaling from there."""
+    done = subprocess.run([sys.executable, "-W", "ignore", str(STAND_IN), str(tmp_path)], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    called = {path.name: set(path.read_text().split()) for path in tmp_path.iterdir() if path.suffix == "" and path.is_file()}
+    assert called == {"stock": {"FusedAdam", "FusedAdam.step", "multi_tensor_applier"}}
+
+
+def test_clipping_is_one_product():
+    """The norm and a coefficient rounded once: the clipped step is the step on gradients multiplied beforehand."""
+    norms, found = run(Row(dtype="float32"), steps=1, clip_grad=1.0)
+    coefficient = torch.tensor(1.0 / (norms[0] + 1e-6), dtype=torch.float32)
+    new = torch.tensor(1.0 - 0.9)
+    assert_same_bytes(found["exp_avg"], {name: new * (gradient * coefficient) for name, gradient in gradients(0, "float32").items()})
