@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -22,6 +22,7 @@ from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, w
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
 from tio_megatron.integrations.megatron.scoring import token_logprobs
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
 from tio_megatron.verify import Recording
@@ -55,7 +56,7 @@ class Trainer:
         )
         model_parallel_cuda_manual_seed(seed)
         fields = {"moe_token_dispatcher_type": layout.dispatcher} if config.shape.experts else {}
-        self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_model_grads, **fields)
+        self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_weighted_grads, calculate_per_token_loss=True, **fields)
         self.model: torch.nn.Module = gpt_model(config, self.megatron, vocab_size=padded_vocab(config, sizes, contract), max_positions=longest)
         self.optimizer: Any = None
         self.dp, self.dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -129,11 +130,11 @@ class Trainer:
             parts.append(batch(sequences, index, weights, size=size, length=width, multiple=self.layout.layout.tp))
         losses: list[float] = []
 
-        def loss_of(losses_of_tokens: torch.Tensor, part: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+        def loss_of(losses_of_tokens: torch.Tensor, part: Batch) -> tuple[torch.Tensor, ...]:
             total = (losses_of_tokens.float() * part.weights).sum()
             losses.append(float(total.detach()))
-            # Megatron divides by the number of micro-batches and averages over data-parallel ranks; weights already count every token once.
-            return total * count * self.dp, {}
+            # Weights count every token once, so nothing is divided afterwards.
+            return total, torch.tensor(part.weights.numel(), dtype=torch.int), {}
 
         self._schedule(parts, loss_of, forward_only=False)
         updated, norm, _ = self.optimizer.step()

@@ -1,5 +1,6 @@
 """Column- and row-parallel products: any cut gives the bytes of one rank, forward and input gradient; gradients reach the sink in fp32."""
 
+import contextlib
 from functools import cache, partial
 
 import pytest
@@ -99,30 +100,47 @@ def test_the_leaves_decide():
     assert first_mismatch(row_parallel(x, w, leaves=8), row_parallel(x, w, leaves=1)) is not None
 
 
-def test_a_sink_gets_the_fp32_partial():
-    x, w, dy = values(torch.bfloat16)
-    w.requires_grad_()
-    seen = []
-    before = grads.use(lambda weight, partial: seen.append((weight, partial)))
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def products(self, weights, dy, x, grains):
+        self.seen.append((weights, dy, x, grains))
+        return [None] * len(weights)
+
+
+@contextlib.contextmanager
+def sink():
+    ours = Sink()
+    before = grads.use(ours)
     try:
-        column_parallel(x, w).backward(dy)
+        yield ours
     finally:
         grads.use(before)
-    assert seen[0][0] is w and seen[0][1].dtype == torch.float32 and w.grad is None
+
+
+def test_a_sink_gets_the_operands():
+    x, w, dy = values(torch.bfloat16)
+    w.requires_grad_()
+    with sink() as ours:
+        column_parallel(x, w).backward(dy)
+    weights, left, right, grains = ours.seen[0]
+    assert weights[0] is w and w.grad is None
+    assert_same_bytes([left, right], [dy.flatten(0, -2), x.flatten(0, -2)])
+    assert grains.starts.tolist() == [0, len(left)]
 
 
 def test_a_frozen_weight_asks_for_no_gradient():
     x, w, dy = values(torch.float32)
     x.requires_grad_()
-    before = grads.use(lambda weight, partial: pytest.fail("a gradient of a frozen weight"))
-    try:
+    with sink() as ours:
         column_parallel(x, w).backward(dy)
         row_parallel(dy.requires_grad_(), w.t().contiguous(), leaves=8).backward(x.detach())
-    finally:
-        grads.use(before)
-    assert x.grad is not None
+    assert x.grad is not None and not ours.seen
 
 
-def test_a_gradient_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"weight \(2, 3\): expected fp32 of that shape, got torch.float32 \(3, 2\)"):
-        grads.deliver(torch.zeros(2, 3), torch.zeros(3, 2))
+def test_operands_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"weight \(2, 3\): operands \(4, 2\) and \(4, 2\) do not fit"):
+        grads.products([torch.zeros(2, 3)], torch.zeros(4, 2), torch.zeros(4, 2), grads.first_rows(4))

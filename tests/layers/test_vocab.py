@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron.contract import Contract, VocabOrder
+from tio_megatron.kernels import linear
 from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_embedding, vocab_logits, vocab_logprob, vocab_logprob_rows
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
 
@@ -141,3 +142,27 @@ def test_temperature():
     for wrong in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="temperature"):
             at_temperature(logits, wrong)
+
+
+@pytest.mark.parametrize("vocab, runs, ranks", [(2000, 2, 4), (2100, 8, 4), (700, 8, 2), (130, 8, 4)])
+def test_any_padding_gives_the_input_gradient_of_one_rank(vocab, runs, ranks):
+    """Shards padded to blocks of 128 for each rank, as megatron-core pads: they may end inside runs, or hold padding alone."""
+    order = VocabOrder(vocab, runs)
+    rows = -(-vocab // (128 * ranks)) * 128
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(vocab, 32, generator=generator), torch.randn(8, 3, 32, generator=generator)
+    dy = torch.randn(8, 3, rows * ranks, generator=generator)
+
+    def gradient(shard, group=None):
+        padded = torch.full((rows * ranks, 32), float("nan"))
+        padded[:vocab] = weight
+        given = x.clone().requires_grad_()
+        part = slice(shard.first, shard.first + shard.rows)
+        vocab_logits(given, padded[part], shard, group=group).backward(dy[..., part])
+        return given.grad
+
+    expected = gradient(VocabShard(order, rows * ranks))
+    for got in run_ranks(ranks, lambda rank: gradient(VocabShard(order, rows, rank, ranks), dist.group.WORLD)):
+        assert_same_bytes(expected, got)
+    whole = linear.matmul(dy[..., :vocab].reshape(24, -1), weight.t()).view_as(expected)
+    assert first_mismatch(expected, whole) is not None, "negative control: one leaf is another sum"

@@ -92,7 +92,7 @@ def build(setup: Setup, checkpoint: Checkpoint) -> Any:
     config, layout = checkpoint.config, setup.layout
     # Stock's padding, which differs by TP.
     rows = padded_vocab(config, layout)
-    model = gpt_model(config, transformer_config(config, layout, **setup.fields), vocab_size=rows)
+    model = gpt_model(config, transformer_config(config, layout, **{"calculate_per_token_loss": True} | setup.fields), vocab_size=rows)
     load_weights(model, checkpoint)
     first = parallel_state.get_tensor_model_parallel_rank() * (rows // layout.tp)
     with torch.no_grad():
@@ -129,8 +129,7 @@ def losses(model: Any, batches: Sequence[torch.Tensor], *, backward: bool = Fals
 
         def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             found.append(all_tokens(per_token, cut, group))
-            # The schedule divides by the number of micro-batches and multiplies by the ranks of context parallelism.
-            return per_token.sum() * (weight * len(batches) / cut.ranks), {}
+            return per_token.sum() * weight, torch.tensor(1, dtype=torch.int), {}
 
         return out, loss
 
@@ -148,10 +147,12 @@ def losses(model: Any, batches: Sequence[torch.Tensor], *, backward: bool = Fals
 
 def ddp(model: Any, **options: Any) -> Any:
     """The model in megatron-core's DDP with fp32 gradients, stock's finalizing included."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
 
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options), model)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.finalize_model_grads_func = finalize_weighted_grads
     wrapped.zero_grad_buffer()
     return wrapped
 

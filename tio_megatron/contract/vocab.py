@@ -70,6 +70,20 @@ class VocabOrder:
         run, inside = divmod(row // self.block, self.blocks_per_run)
         return run * self.stride + inside
 
+    def rows_of(self, node: Node) -> tuple[int, int] | None:
+        """The true rows of ``node``; ``None`` for a node of several runs. An absent node has none: ``lo == hi``.
+
+        >>> order = VocabOrder(vocab=700, runs=2)
+        >>> order.rows_of(Node(0, 2)), order.rows_of(Node(2, 2)), order.rows_of(Node(6, 2)), order.rows_of(Node(0, 8))
+        ((0, 256), (256, 384), (640, 700), None)
+        """
+        if node.size > self.stride:
+            return None
+        run, inside = divmod(node.start, self.stride)
+        ends = (min(at, self.blocks_per_run) * self.block for at in (inside, inside + node.size))
+        lo, hi = (min(run * self.run_rows + end, self.vocab) for end in ends)
+        return lo, hi
+
     def frontier(self, lo: int, hi: int) -> tuple[Node, ...]:
         """The nodes of the rank that holds the rows ``[lo, hi)``; rows past the true vocabulary are absent.
 

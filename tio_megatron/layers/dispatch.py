@@ -125,6 +125,10 @@ class AllToAll:
         rows: Tensor = SpreadRows.apply(x, self.plan, self.ids, self.groups.experts)
         return rows
 
+    def label(self, labels: Tensor) -> Tensor:
+        """What belongs to own tokens [t] -> the same of the rows of the local experts [R]."""
+        return self.to_experts(labels.index_select(0, self.plan.token))
+
     def dispatch(self, rows: Tensor) -> Tensor:
         """Differentiable :meth:`to_experts`; the gradient must be complete on every rank of ``etp``."""
         moved: Tensor = _Move.apply(rows, self.to_experts, self.to_owner)
@@ -187,6 +191,10 @@ class AllGather:
         got = all_to_all(dprobs[self._column].contiguous(), [mine] * ep, self._column_sizes, self.groups.ep).view(ep, mine, k)
         source = (self.ids.clamp(min=0) // self.groups.run).unsqueeze(0)
         return got.gather(0, source).squeeze(0)
+
+    def label(self, labels: Tensor) -> Tensor:
+        """What belongs to own tokens [t] -> the same of the rows of the local experts [R]."""
+        return self.gather(labels).index_select(0, self.plan.token)
 
     def dispatch(self, x: Tensor) -> Tensor:
         """Own tokens [t, H] -> rows of the local experts, sorted by expert, [R, H]; the gradient must be complete on every rank of ``etp``."""

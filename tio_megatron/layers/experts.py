@@ -7,19 +7,20 @@ Both engines call the forward functions; the trainer's gradients are :class:`Exp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tio_megatron.collectives import all_reduce
+from tio_megatron.collectives import all_gather, all_reduce
 from tio_megatron.contract import ReductionTree
 from tio_megatron.kernels.combine import combine, combine_backward
 from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear
-from tio_megatron.kernels.linear import matmul
 from tio_megatron.kernels.swiglu import swiglu, swiglu_backward
-from tio_megatron.layers.grads import deliver
+from tio_megatron.layers import grads
+from tio_megatron.layers.grains import Grains, MicroBatch, cut
 from tio_megatron.layers.permute import RowPlan
 
 Weights = PackedExperts | Sequence[Tensor] | Tensor
@@ -111,6 +112,47 @@ class CombineRows(torch.autograd.Function):
         return drows, dprobs, None, None, None
 
 
+@dataclass(frozen=True)
+class RowLabels:
+    """Which sample and position each row of the local experts comes from, for the sums over tokens.
+
+    Args:
+        labels: [R] int64, as :func:`tio_megatron.layers.grains.label` makes them.
+        batch: the micro-batch.
+        spread: grains have rows on several copies of the experts; these gather their operands and share the grains out.
+    """
+
+    labels: Tensor
+    batch: MicroBatch
+    spread: bool
+
+    def gather(self, offsets: Tensor, place: tuple[int, ...], operands: Sequence[Tensor]) -> tuple[Grains, Sequence[Tensor]]:
+        """The grains that this rank owns, and the operands [R, ...] whose rows they number.
+
+        Args:
+            offsets: [n + 1] int64, rows of each local expert.
+            place: what the copies of these experts have in common (which experts, which shard of each); other ranks differ in it.
+        """
+        if not self.spread:
+            return cut(self.labels, self.batch.grain, offsets), operands
+        block = self.batch.block
+        assert block is not None
+        known = all_gather(torch.tensor([[len(self.labels), block.rank(), *place]]), block).tolist()
+        sizes = [rows for rows, *_ in known]
+        copies = [at for _, at, *theirs in known if tuple(theirs) == place]
+        counts = all_gather(offsets.diff()[None], block)
+
+        def join(t: Tensor) -> Tensor:
+            parts = all_gather(t.contiguous(), block, sizes=sizes).split(sizes)
+            return torch.cat([parts[at] for at in copies])
+
+        expert = torch.arange(counts.shape[1]).repeat(len(copies)).repeat_interleave(counts[copies].reshape(-1))
+        order = torch.argsort(expert, stable=True)
+        joined = torch.cat((offsets.new_zeros(1), counts[copies].sum(0).cumsum(0)))
+        grains = cut(join(self.labels)[order], self.batch.grain, joined).shared(copies.index(block.rank()), len(copies))
+        return grains, [join(t)[order] for t in operands]
+
+
 class ExpertMLP(torch.autograd.Function):
     """:func:`expert_mlp` with gradients.
 
@@ -119,12 +161,25 @@ class ExpertMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offsets: Tensor, leaves: int, dgrad_leaves: int, group: ProcessGroup | None, *weights: Tensor) -> Tensor:
-        """``weights`` are the ``w13`` of all local experts, then their ``w2``; the rest as :func:`expert_mlp`."""
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        offsets: Tensor,
+        leaves: int,
+        dgrad_leaves: int,
+        group: ProcessGroup | None,
+        labels: RowLabels | None,
+        place: tuple[int, ...],
+        *weights: Tensor,
+    ) -> Tensor:
+        """``weights`` are the ``w13`` of all local experts, then their ``w2``; the rest as :func:`expert_mlp` and :class:`RowLabels`.
+
+        ``labels`` ``None`` sums all rows of an expert on this rank as one grain.
+        """
         count = len(weights) // 2
         gate_up = grouped_linear(x, weights[:count], offsets, leaves=1)
         ctx.save_for_backward(x, gate_up, offsets, *weights)
-        ctx.dgrad_leaves, ctx.group = dgrad_leaves, group
+        ctx.dgrad_leaves, ctx.group, ctx.labels, ctx.place = dgrad_leaves, group, labels, place
         return _down(swiglu(gate_up), offsets, weights[count:], leaves, group)
 
     @staticmethod
@@ -135,14 +190,14 @@ class ExpertMLP(torch.autograd.Function):
         dgate_up = swiglu_backward(grouped_dgrad(dy, weights[count:], offsets, leaves=1), gate_up)
         dx = grouped_dgrad(dgate_up, weights[:count], offsets, leaves=ctx.dgrad_leaves, paired=True, out_dtype=_partial_dtype(x, ctx.group))
         dx = dx if _alone(ctx.group) else all_reduce(dx, ctx.group, out_dtype=x.dtype)
-        bounds = offsets.tolist()
-        grads: list[Tensor | None] = []
-        for left, right, group in ((dgate_up, x, weights[:count]), (dy, swiglu(gate_up), weights[count:])):
-            for lo, hi, weight in zip(bounds[:-1], bounds[1:], group, strict=True):
-                needed = ctx.needs_input_grad[5 + len(grads)]
-                # One expert at a time: only its gradient is held in fp32 besides the engine's own buffers.
-                grads.append(deliver(weight, matmul(left[lo:hi].t(), right[lo:hi].t())) if needed else None)
-        return dx, None, None, None, None, *grads
+        dw: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[-len(weights) :]):
+            grains, operands = Grains.whole(offsets), (dgate_up, x, dy, swiglu(gate_up))
+            if ctx.labels is not None:
+                grains, operands = ctx.labels.gather(offsets, ctx.place, operands)
+            found = grads.products(weights[:count], *operands[:2], grains) + grads.products(weights[count:], *operands[2:], grains)
+            dw = [one if needed else None for one, needed in zip(found, ctx.needs_input_grad[-len(weights) :], strict=True)]
+        return dx, None, None, None, None, None, None, *dw
 
 
 def _alone(group: ProcessGroup | None) -> bool:

@@ -9,23 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from tio_megatron import collectives
 from tio_megatron.kernels import linear as kernel
 from tio_megatron.layers import grads
-
-Group = ProcessGroup | None
-
-
-def size(group: Group) -> int:
-    """Ranks in ``group``; no group is one rank."""
-    return 1 if group is None else group.size()
-
-
-def rank(group: Group) -> int:
-    """This rank's place in ``group``."""
-    return 0 if group is None else group.rank()
+from tio_megatron.layers.grains import Group, MicroBatch, size
 
 
 def column_parallel(
@@ -37,6 +25,7 @@ def column_parallel(
     dgrad_leaves: int = 1,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
+    batch: MicroBatch | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T`` with the outputs cut over ``group``; differentiable. Nothing is reduced forward.
 
@@ -48,6 +37,7 @@ def column_parallel(
         dgrad_leaves: leaves of the output axis that this rank holds, for the input gradient.
         gated: the rows are ``[gate; up]``; leaf ``j`` of the input gradient is gate leaf ``j`` followed by up leaf ``j``.
         out_dtype: defaults to the dtype of ``x``.
+        batch: the grains of the weight's gradient; ``None`` sums all rows of this rank as one.
 
     Returns:
         ``[S, ..., N / P]``.
@@ -55,10 +45,12 @@ def column_parallel(
     Raises:
         ValueError: from the kernel, for shapes or dtypes that do not fit.
     """
-    return _Column.apply(x, weight, group, sequence_parallel, dgrad_leaves, gated, out_dtype or x.dtype)
+    return _Column.apply(x, weight, group, sequence_parallel, dgrad_leaves, gated, out_dtype or x.dtype, batch)
 
 
-def row_parallel(x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: Group = None, sequence_parallel: bool = False) -> torch.Tensor:
+def row_parallel(
+    x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: Group = None, sequence_parallel: bool = False, batch: MicroBatch | None = None
+) -> torch.Tensor:
     """``x @ weight.T`` with the inputs cut over ``group``; differentiable. The tree over all leaves of all ranks, then one rounding.
 
     Args:
@@ -67,6 +59,7 @@ def row_parallel(x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: G
         leaves: leaves of the input axis that this rank holds.
         group: the ranks that hold the other columns.
         sequence_parallel: keep only this rank's slice of dimension 0.
+        batch: as in :func:`column_parallel`.
 
     Returns:
         ``[T, ..., N]`` in the dtype of ``x``.
@@ -74,7 +67,7 @@ def row_parallel(x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: G
     Raises:
         ValueError: from the kernel, for shapes or dtypes that do not fit.
     """
-    return _Row.apply(x, weight, group, sequence_parallel, leaves)
+    return _Row.apply(x, weight, group, sequence_parallel, leaves, batch)
 
 
 def partial_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
@@ -96,19 +89,32 @@ def gathered(x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Te
     return collectives.all_gather(x.contiguous(), group) if sequence_parallel and size(group) > 1 else x
 
 
-def weight_grad(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """Hands over the gradient of ``weight`` ``[N, K]`` from ``dy`` ``[..., N]`` and ``x`` ``[..., K]``, summed over this rank's tokens in fp32."""
-    rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    return grads.deliver(weight, kernel.matmul(rows.t(), inputs.t(), out_dtype=torch.float32))
+def weight_grad(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, batch: MicroBatch | None) -> torch.Tensor | None:
+    """Hands over the gradient of ``weight`` ``[N, K]`` from ``dy`` ``[S, ..., N]`` and ``x`` ``[S, ..., K]``, fp32 inside a grain."""
+    left, right = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    if batch is None:
+        return grads.products([weight], left, right, grads.first_rows(len(left)))[0]
+    grains, cut = batch.product(dy.shape[0], left.shape[0] // max(dy.shape[0], 1))
+    if cut:
+        left, right = batch.gather_product(left), batch.gather_product(right)
+    return grads.products([weight], left, right, grains)[0]
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int, gated: bool, out_dtype: torch.dtype
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        leaves: int,
+        gated: bool,
+        out_dtype: torch.dtype,
+        batch: MicroBatch | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated = group, sequence_parallel, leaves, gated
+        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated, ctx.batch = group, sequence_parallel, leaves, gated, batch
         return kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=1, out_dtype=out_dtype)
 
     @staticmethod
@@ -120,15 +126,15 @@ class _Column(torch.autograd.Function):
             partial = kernel.matmul(rows, weight.t(), leaves=ctx.leaves, paired=ctx.gated, out_dtype=partial_dtype(ctx.group, x.dtype))
             dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel))
-        return dx, dw, None, None, None, None, None
+            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel), ctx.batch)
+        return dx, dw, None, None, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int, batch: MicroBatch | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.batch = group, sequence_parallel, batch
         partial = kernel.linear(x, weight, leaves=leaves, out_dtype=partial_dtype(group, x.dtype))
         return reduce_partial(partial, group, sequence_parallel, x.dtype)
 
@@ -140,6 +146,5 @@ class _Row(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), out_dtype=x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dw = weight_grad(weight, dy, x)
-        return dx, dw, None, None, None
-
+            dw = weight_grad(weight, dy, x, ctx.batch)
+        return dx, dw, None, None, None, None

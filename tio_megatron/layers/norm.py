@@ -13,7 +13,7 @@ from tio_megatron.layers import grads
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis in fp32, one rounding at the end.
 
-    The weight's gradient is summed over the tokens and heads this rank has seen.
+    The weight's gradient is summed over the tokens and heads this rank has seen; each one's term is a grain of its own.
 
     Args:
         x: ``[..., H]`` bf16 or fp32.
@@ -37,4 +37,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx, dw = kernel.rms_norm_backward(dy.contiguous(), x, weight, ctx.eps)
-        return dx if ctx.needs_input_grad[0] else None, grads.deliver(weight, dw) if ctx.needs_input_grad[1] else None, None
+        if ctx.needs_input_grad[1]:
+            rows = (t.reshape(-1, weight.shape[0]) for t in (dy, x))
+            dw = grads.norm(weight, *rows, ctx.eps, dw)
+        return dx if ctx.needs_input_grad[0] else None, dw if ctx.needs_input_grad[1] else None, None

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from tio_megatron.kernels.linear import linear, matmul
 from tio_megatron.kernels.router import route
-from tio_megatron.layers.grads import deliver
+from tio_megatron.layers import grads
+from tio_megatron.layers.grains import MicroBatch
 from tio_megatron.layers.permute import NOT_ROUTED
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, *, batch: MicroBatch | None = None, slices: int = 1) -> Tensor:
     """``x @ weight.T`` in fp32, the axis H uncut.
 
     Args:
-        x: [..., H] bf16 or fp32.
+        x: [S, B, H] bf16 or fp32; under sequence parallelism this rank's slice of dimension 0.
         weight: [E, H] in the dtype of ``x``.
+        batch: the grains of the weight's gradient; ``None`` sums all rows of this rank as one.
+        slices: into how many slices sequence parallelism cuts dimension 0.
 
     Returns:
         [T, E] fp32, with ``T`` the product of the leading sizes.
@@ -31,7 +34,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype != weight.dtype:
         raise ValueError(f"router: the weight is {weight.dtype} but the activations are {x.dtype}; keep both in one dtype")
-    logits: Tensor = _Logits.apply(x.reshape(-1, x.shape[-1]), weight)
+    logits: Tensor = _Logits.apply(x, weight, batch, slices)
     return logits
 
 
@@ -57,13 +60,23 @@ def route_tokens(logits: Tensor, top_k: int, *, normalise: bool, padding: Tensor
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, batch: MicroBatch | None, slices: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return linear(x, weight, leaves=1, out_dtype=torch.float32)
+        ctx.batch, ctx.slices = batch, slices
+        return linear(x.reshape(-1, x.shape[-1]), weight, leaves=1, out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = matmul(dlogits, weight.t(), out_dtype=x.dtype) if ctx.needs_input_grad[0] else None
-        dw = deliver(weight, matmul(dlogits.t(), x.t())) if ctx.needs_input_grad[1] else None
-        return dx, dw
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul(dlogits, weight.t(), out_dtype=x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            rows, grains = x.reshape(-1, x.shape[-1]), grads.first_rows(len(dlogits))
+            if ctx.batch is not None:
+                grains, cut = ctx.batch.sliced(x.shape[0] * ctx.slices, len(rows) // max(x.shape[0], 1), ctx.slices)
+                if cut:
+                    gather = ctx.batch.gather_product if ctx.slices == 1 else ctx.batch.gather_sliced
+                    rows, dlogits = gather(rows), gather(dlogits)
+            dw = grads.products([weight], dlogits, rows, grains)[0]
+        return dx, dw, None, None

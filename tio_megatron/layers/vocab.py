@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from tio_megatron import collectives
-from tio_megatron.contract import Node, ReductionTree, VocabOrder
+from tio_megatron.contract import Node, VocabOrder
 from tio_megatron.contract.tree import ABSENT
 from tio_megatron.kernels import embedding as embedding_kernel
 from tio_megatron.kernels import linear as linear_kernel
 from tio_megatron.kernels import logprob as kernel
 from tio_megatron.kernels import math as kernel_math
 from tio_megatron.layers import grads
-from tio_megatron.layers.linear import Group, gathered, rank, reduce_partial, size, weight_grad
+from tio_megatron.layers.grains import Group, MicroBatch, rank, size
+from tio_megatron.layers.linear import gathered, weight_grad
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,6 @@ class VocabShard:
         row = shard * self.rows
         return self.order.padded if row >= self.order.vocab else row
 
-    @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...] | None:
-        """Every rank's runs ``[lo, hi)``, or ``None`` where a shard ends inside a run."""
-        edges = [self.order.padded if self.bound(r) >= self.order.padded else self.bound(r) for r in range(self.ranks + 1)]
-        if any(edge % self.order.run_rows for edge in edges):
-            return None
-        numbers = [edge // self.order.run_rows for edge in edges]
-        return tuple(zip(numbers[:-1], numbers[1:], strict=True))
-
-    def true_part(self, run: int) -> tuple[int, int]:
-        """This rank's true rows of ``run``, in local numbers; empty for a run of padding, or of other ranks."""
-        lo, hi = run * self.order.run_rows - self.first, (run + 1) * self.order.run_rows - self.first
-        return max(0, min(lo, self.true_rows)), max(0, min(hi, self.true_rows))
-
 
 def check_tokens(ids: torch.Tensor, vocab: int, what: str) -> None:
     """Refuse ids outside the true vocabulary.
@@ -117,7 +104,9 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, shard: VocabShard, 
     return _Embedding.apply(ids, weight, shard, group, sequence_parallel and size(group) > 1)
 
 
-def vocab_logits(x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, *, group: Group = None, sequence_parallel: bool = False) -> torch.Tensor:
+def vocab_logits(
+    x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, *, group: Group = None, sequence_parallel: bool = False, batch: MicroBatch | None = None
+) -> torch.Tensor:
     """fp32 logits of this rank's rows, not rounded.
 
     Args:
@@ -126,11 +115,12 @@ def vocab_logits(x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, *, gr
         shard: which rows those are.
         group: the ranks that hold the other rows.
         sequence_parallel: gather ``x`` first, scatter its gradient.
+        batch: the grains of the weight's gradient; ``None`` sums all rows of this rank as one.
 
     Returns:
         ``[S, B, VL]`` fp32; columns of padding rows hold anything.
     """
-    return _Logits.apply(x, weight, shard, group, sequence_parallel)
+    return _Logits.apply(x, weight, shard, group, sequence_parallel, batch)
 
 
 def at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -230,15 +220,17 @@ class _Embedding(torch.autograd.Function):
             rows = collectives.all_to_all(rows[torch.argsort(own_slice, stable=True)], received, sent, ctx.group)
         elif shard.ranks > 1:
             rows = rows[owner == shard.rank]
-        dw = embedding_kernel.embedding_backward(rows, flat[owner == shard.rank], shard.rows, shard.first)
-        return None, grads.deliver(weight, dw), None, None, None
+        dw = grads.rows(weight, rows.contiguous(), flat[owner == shard.rank] - shard.first) if ctx.needs_input_grad[1] else None
+        return None, dw, None, None, None
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group: Group, sequence_parallel: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group: Group, sequence_parallel: bool, batch: MicroBatch | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.shard, ctx.group, ctx.sequence_parallel = shard, group, sequence_parallel
+        ctx.shard, ctx.group, ctx.sequence_parallel, ctx.batch = shard, group, sequence_parallel, batch
         return linear_kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=1, out_dtype=torch.float32)
 
     @staticmethod
@@ -248,35 +240,37 @@ class _Logits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_grad(dy, weight, ctx.shard, ctx.group, ctx.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel))
-        return dx, dw, None, None, None
+            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel), ctx.batch)
+        return dx, dw, None, None, None, None
 
 
 def _input_grad(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group: Group, sequence_parallel: bool, dtype: torch.dtype) -> torch.Tensor:
-    """``dy @ weight`` over the vocabulary, whose leaves are the contract's runs. Padding rows of the weight are not read.
-
-    Where shards end inside runs (a padding that is not the contract's), each rank's part counts as one leaf: right, but another
-    order than one rank's.
-    """
+    """``dy @ weight`` over the vocabulary, whose leaves are the order's blocks. Padding rows of the weight are not read."""
     rows = dy.reshape(-1, dy.shape[-1])
-    tree = ReductionTree(shard.order.runs)
-    lo, hi = shard.runs[shard.rank] if shard.runs else (0, tree.leaves)
-    leaves = [_run_grad(rows, weight, *shard.true_part(run)) for run in range(lo, hi)]
-    if shard.runs is None or shard.ranks == 1:
-        return reduce_partial(tree.reduce(leaves).view(*dy.shape[:-1], -1), group, sequence_parallel, dtype)
-    spans = tuple(tree.frontier(*runs) for runs in shard.runs)
-    held = tree.partial(lo, leaves)
-    nodes = torch.stack([held[node] for node in spans[shard.rank]]) if leaves else torch.empty(0, len(rows), weight.shape[1], dtype=torch.float32)
-    nodes = nodes.view(len(nodes), *dy.shape[:-1], weight.shape[1])
+    nodes = [_node_grad(rows, weight, shard, node) for node in shard.spans[shard.rank]]
+    if shard.ranks == 1:
+        return nodes[0].to(dtype).view(*dy.shape[:-1], -1)
+    held = torch.stack(nodes) if nodes else torch.empty(0, len(rows), weight.shape[1], dtype=torch.float32)
+    held = held.view(len(held), *dy.shape[:-1], weight.shape[1])
     if sequence_parallel:
-        return collectives.reduce_scatter_nodes(nodes, spans, tree, group, out_dtype=dtype)
-    return collectives.all_reduce_nodes(nodes, spans, tree, group, out_dtype=dtype)
+        return collectives.reduce_scatter_nodes(held, shard.spans, shard.order.tree, group, out_dtype=dtype)
+    return collectives.all_reduce_nodes(held, shard.spans, shard.order.tree, group, out_dtype=dtype)
 
 
-def _run_grad(rows: torch.Tensor, weight: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    if lo == hi:
-        return torch.full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
-    return linear_kernel.matmul(rows[:, lo:hi], weight[lo:hi].t(), out_dtype=torch.float32)
+def _node_grad(rows: torch.Tensor, weight: torch.Tensor, shard: VocabShard, node: Node) -> torch.Tensor:
+    """The part of one node, fp32: one product where all its blocks are whole, else its halves'."""
+    found, block = shard.order.rows_of(node), shard.order.block
+    if found is not None:
+        lo, hi = (end - shard.first for end in found)
+        if lo == hi:
+            return torch.full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
+        if node.size == 1 or (hi - lo) % block == 0:
+            return linear_kernel.matmul(rows[:, lo:hi], weight[lo:hi].t(), leaves=-(-(hi - lo) // block), out_dtype=torch.float32)
+    half = node.size // 2
+    left, right = Node(node.start, half), Node(node.start + half, half)
+    total = _node_grad(rows, weight, shard, left)
+    present = shard.order.rows_of(right)
+    return total if present is not None and present[0] == present[1] else total.add_(_node_grad(rows, weight, shard, right))
 
 
 class _LogProb(torch.autograd.Function):

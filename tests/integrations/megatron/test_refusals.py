@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.megatron import masks, modules, refusals, specs
+from tio_megatron.integrations.megatron import masks, micro_batches, modules, refusals, specs
 
 SIZES = dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=4, kv_channels=32, ffn_hidden_size=192)
 QWEN3 = dict(
@@ -233,11 +233,11 @@ def test_a_mask_changed_in_place_is_looked_at_again():
 def test_packed_formats():
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
     padded = torch.tensor([0, 4, 8], dtype=torch.int32)
-    assert modules.packed_starts(PackedSeqParams("thd", starts, starts)) is starts
-    assert modules.packed_starts(PackedSeqParams("thd", starts, starts, padded, padded)) is padded
+    assert micro_batches.packed_starts(PackedSeqParams("thd", starts, starts)) is starts
+    assert micro_batches.packed_starts(PackedSeqParams("thd", starts, starts, padded, padded)) is padded
     with pytest.raises(ValueError, match="'sbhd' is not supported"):
-        modules.packed_starts(PackedSeqParams("sbhd", starts, starts))
+        micro_batches.packed_starts(PackedSeqParams("sbhd", starts, starts))
     with pytest.raises(ValueError, match=r"local_cp_size and cp_group \(hybrid context parallelism\) are not supported"):
-        modules.packed_starts(PackedSeqParams("thd", starts, starts, local_cp_size=2))
+        micro_batches.packed_starts(PackedSeqParams("thd", starts, starts, local_cp_size=2))
     with pytest.raises(ValueError, match="different places"):
-        modules.packed_starts(PackedSeqParams("thd", starts, padded))
+        micro_batches.packed_starts(PackedSeqParams("thd", starts, padded))

@@ -11,7 +11,6 @@ from typing import Any
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.megatron.gradients import to_main_grad
 from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
 from tio_megatron.layers import grads
 
@@ -69,10 +68,11 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
             found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
         raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
     _check_versions()
+    from tio_megatron.integrations.megatron.grad_sums import IntegerSums
     from tio_megatron.integrations.megatron.patches import all_patches
 
     _installed = install(all_patches())
-    grads.use(to_main_grad)
+    grads.use(IntegerSums())
     state.enter(session)
     return Applied(session, owner=True)
 
@@ -87,7 +87,10 @@ def undo() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
-    grads.use(grads.to_autograd)
+    grads.use(grads.ToAutograd())
+    from tio_megatron.integrations.megatron import micro_batches
+
+    micro_batches.leave()
     state.leave()
 
 

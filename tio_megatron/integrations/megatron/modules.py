@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import masks, state
+from tio_megatron.integrations.megatron import masks, micro_batches, state
 from tio_megatron.kernels.rope import rope_table
 from tio_megatron.layers.activation import swiglu
 from tio_megatron.layers.context import context_attention
@@ -56,6 +56,7 @@ class OrderedColumnLinear(ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel,
             dgrad_leaves=self._leaves(state.active()),
             gated=self.gated,
+            batch=micro_batches.current(),
         )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         return (gather_from_tensor_model_parallel_region(y, group=self.tp_group) if gather else y), None
@@ -80,7 +81,8 @@ class OrderedRowLinear(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``[s, b, inputs of this rank]`` to ``[s, b, h]`` (a slice of ``s`` under sequence parallelism)."""
         leaves = self._leaves(state.active())
-        return row_parallel(input_, self.weight, leaves=leaves, group=self.tp_group, sequence_parallel=self.sequence_parallel), None
+        y = row_parallel(input_, self.weight, leaves=leaves, group=self.tp_group, sequence_parallel=self.sequence_parallel, batch=micro_batches.current())
+        return y, None
 
 
 class OrderedRMSNorm(torch.nn.Module):
@@ -154,7 +156,7 @@ class OrderedCoreAttention(MegatronModule):
             masks.require_causal(attention_mask, query.shape[0], ranks)
             starts = None
         else:
-            starts = packed_starts(packed_seq_params)
+            starts = micro_batches.packed_starts(packed_seq_params)
         sequences = Sequences(starts, rank, ranks)
         return context_attention(query, key, value, scale=self.scale, sequences=sequences, group=self.cp_group).flatten(-2)
 
@@ -178,6 +180,11 @@ class OrderedTransformerLayer(TransformerLayer):
             group = {"pg_collection": groups} if issubclass(mlp.module, MoELayer) else {"tp_group": groups.tp}
             submodules = replace(submodules, mlp=Part(mlp.module, mlp.submodules, mlp.params | group))
         super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """Stock's. Says which samples the rows belong to, again in a recomputation, when another micro-batch may have run since."""
+        micro_batches.enter(packed_seq_params)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class OrderedMLP(MLP):
@@ -216,7 +223,7 @@ class OrderedOutput(ColumnParallelLinear):
         """``[s, b, h]`` (a slice of ``s`` under sequence parallelism) to ``[s, b, rows of this rank]`` fp32; padding columns hold anything."""
         weight = self.weight if weight is None else weight
         shard = vocab_shard(self.vocab, weight.shape[0], self.tp_group)
-        logits = vocab_logits(input_, weight, shard, group=self.tp_group, sequence_parallel=self.sequence_parallel)
+        logits = vocab_logits(input_, weight, shard, group=self.tp_group, sequence_parallel=self.sequence_parallel, batch=micro_batches.current())
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         return (gather_from_tensor_model_parallel_region(logits, group=self.tp_group) if gather else logits), None
 
@@ -241,28 +248,8 @@ class OrderedRotaryEmbedding(RotaryEmbedding):
         length = int(super().get_rotary_seq_len(*args, packed_seq_params=packed_seq_params, **kwargs))
         if packed_seq_params is None:
             return length
-        sizes = packed_starts(packed_seq_params).diff()
+        sizes = micro_batches.packed_starts(packed_seq_params).diff()
         return max(length, int(sizes.max())) if sizes.numel() else length
-
-
-def packed_starts(packed_seq_params: Any) -> torch.Tensor:
-    """Where packed sequences start.
-
-    Padded starts when given: the padding of a sequence comes last in it, so its true tokens never see it, and sequences stay apart.
-
-    Raises:
-        ValueError: another format than thd, different starts for queries and keys, or a context-parallel group of their own.
-    """
-    if packed_seq_params.qkv_format != "thd":
-        raise ValueError(f"packed sequences: qkv_format {packed_seq_params.qkv_format!r} is not supported; 'thd' is")
-    if packed_seq_params.local_cp_size is not None or packed_seq_params.cp_group is not None:
-        raise ValueError("packed sequences: local_cp_size and cp_group (hybrid context parallelism) are not supported; leave them None")
-    starts, keys = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
-    if packed_seq_params.cu_seqlens_q_padded is not None:
-        starts, keys = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_kv_padded
-    if keys is not None and keys is not starts and not torch.equal(starts, keys):
-        raise ValueError("packed sequences: queries and keys start at different places; only self-attention over whole sequences is supported")
-    return starts
 
 
 def vocab_shard(vocab: int, rows: int, group: Any) -> VocabShard:

@@ -11,10 +11,29 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
+from tio_megatron.integrations.megatron import micro_batches
 from tio_megatron.layers.dispatch import AllGather, AllToAll, ExpertGroups
+from tio_megatron.layers.experts import RowLabels
+from tio_megatron.layers.grains import rank
 
 _NO_PROBS = torch.empty(0)
-"""Stands where stock hands probabilities to the experts; ours weights rows after them."""
+"""Stands where stock hands probabilities along; ours weights rows after the experts."""
+
+
+def row_labels(way: AllToAll | AllGather, hidden_shape: torch.Size, slices: int) -> RowLabels | None:
+    """Where the rows of the local experts come from; ``None`` where no gradient is wanted.
+
+    Args:
+        way: this call's.
+        hidden_shape: [s, b, H] of this rank's tokens.
+        slices: of sequence parallelism.
+    """
+    batch = micro_batches.current()
+    if batch is None or not torch.is_grad_enabled():
+        return None
+    length, samples = hidden_shape[0] * slices, hidden_shape[1]
+    labels = batch.labels(length, samples, slices, 0 if slices == 1 else rank(batch.tensor))
+    return RowLabels(way.label(labels), batch, batch.expert_copies > 1 and batch.sliced(length, samples, slices)[1])
 
 
 class OrderedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
@@ -31,9 +50,10 @@ class OrderedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         """Rows of own tokens -> rows of the local experts."""
         return self.way.dispatch(hidden_states), probs
 
-    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows are sorted by expert already; adds the rows of each local expert, [n] int64."""
-        return hidden_states, self.way.counts, probs
+    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, RowLabels | None]:
+        """Rows are sorted by expert already; adds the rows of each local expert, [n] int64, and where each row comes from."""
+        slices = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return hidden_states, self.way.counts, row_labels(self.way, self.hidden_shape, slices)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do: the expert-tensor-parallel sum is complete."""
@@ -64,9 +84,10 @@ class OrderedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         """Own tokens -> rows of the local experts."""
         return self.way.dispatch(hidden_states), probs
 
-    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows are sorted by expert already; adds the rows of each local expert, [n] int64."""
-        return hidden_states, self.way.counts, probs
+    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, RowLabels | None]:
+        """Rows are sorted by expert already; adds the rows of each local expert, [n] int64, and where each row comes from."""
+        slices = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return hidden_states, self.way.counts, row_labels(self.way, self.hidden_shape, slices)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do: the expert-tensor-parallel sum is complete."""

@@ -27,23 +27,32 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tio_megatron.integrations.megatron import state
-from tio_megatron.layers.experts import ExpertMLP
+from tio_megatron.layers.experts import ExpertMLP, RowLabels
 
 
 def run_experts(
-    x: torch.Tensor, tokens_per_expert: torch.Tensor, w13: Sequence[Parameter], w2: Sequence[Parameter], config: TransformerConfig, group: ProcessGroup
+    x: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    labels: RowLabels | None,
+    w13: Sequence[Parameter],
+    w2: Sequence[Parameter],
+    config: TransformerConfig,
+    groups: tuple[ProcessGroup, ProcessGroup],
 ) -> torch.Tensor:
-    """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel ``group``.
+    """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel group.
+
+    ``groups`` are the expert-parallel and the expert-tensor-parallel group.
 
     Raises:
         ValueError: the expert width, or its cut, does not fall on the contract's leaves.
         RuntimeError: no contract is applied.
     """
+    ep, group = groups
     contract, width = state.active(), config.moe_ffn_hidden_size
     leaves = contract.leaves_of("expert_row", width, group.size(), "experts.linear_fc2")
     dgrad_leaves = contract.leaves_of("expert_col_dgrad", width, group.size(), "experts.linear_fc1 (input gradient)")
     offsets = torch.cat((tokens_per_expert.new_zeros(1), tokens_per_expert.cumsum(0)))
-    rows: torch.Tensor = ExpertMLP.apply(x, offsets, leaves, dgrad_leaves, group, *w13, *w2)
+    rows: torch.Tensor = ExpertMLP.apply(x, offsets, leaves, dgrad_leaves, group, labels, (ep.rank(), group.rank()), *w13, *w2)
     return rows
 
 
@@ -65,11 +74,14 @@ class OrderedSequentialMLP(SequentialMLP):
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
         _tag(list(self.parameters()))
 
-    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
+    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: Any) -> tuple[torch.Tensor, None]:
+        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows.
+
+        In the place of ``permuted_probs`` our dispatchers hand over where the rows come from.
+        """
         w13 = [expert.linear_fc1.weight for expert in self.local_experts]
         w2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        return run_experts(permuted_local_hidden_states, tokens_per_expert, w13, w2, self.config, self.tp_group), None
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, (self.ep_group, self.tp_group)), None
 
 
 class _ExpertWeights(MegatronModule):
@@ -123,10 +135,13 @@ class OrderedGroupedMLP(MegatronModule):
         self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.tp_group)
         _tag(list(self.parameters()))
 
-    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows. ``permuted_probs`` is not read."""
+    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: Any) -> tuple[torch.Tensor, None]:
+        """Rows [R, H] sorted by expert and the rows of each, [n] int64 -> complete, unweighted rows.
+
+        In the place of ``permuted_probs`` our dispatchers hand over where the rows come from.
+        """
         w13, w2 = self.linear_fc1.weights(), self.linear_fc2.weights()
-        return run_experts(permuted_local_hidden_states, tokens_per_expert, w13, w2, self.config, self.tp_group), None
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, (self.ep_group, self.tp_group)), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from tio_megatron.integrations.megatron import micro_batches
 from tio_megatron.layers.router import route_tokens, router_logits
 
 
@@ -17,7 +18,8 @@ class OrderedRouter(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (stock's name)
         """``input`` [s, b, H] -> logits [T, E] fp32, with T = s * b."""
-        return router_logits(input, self.weight)
+        slices = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return router_logits(input, self.weight, batch=micro_batches.current(), slices=slices)
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [T, E] -> probabilities [T, k] fp32 and expert ids [T, k] int64.

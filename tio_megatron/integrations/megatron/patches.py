@@ -11,7 +11,7 @@ import torch
 
 from tio_megatron import collectives
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.megatron.moe_patches import moe_patches
+from tio_megatron.integrations.megatron.grad_patches import grad_patches
 from tio_megatron.integrations.megatron.optimizer_patches import optimizer_patches
 from tio_megatron.integrations.patching import Patch
 
@@ -47,7 +47,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{MAPPINGS}:_reduce", all_reduce, why="every tensor-parallel all-reduce of the mappings ends here", stock="integers: their sums have no order"),
         Patch(f"{MAPPINGS}:_reduce_scatter_along_first_dim", reduce_scatter, why="every tensor-parallel reduce-scatter of the mappings ends here"),
         Patch(f"{MAPPINGS}:_gather_along_first_dim", gather, why="gloo refuses uneven sizes; bytes are only moved", stock="even gathers"),
-        *moe_patches(),
+        *grad_patches(),
         *optimizer_patches(),
     ]
 
@@ -74,11 +74,12 @@ def run_ordered(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from tio_megatron.integrations.megatron import build
+        from tio_megatron.integrations.megatron import build, micro_batches
 
         build.check_runs(self)
         if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None or len(args) > 5 and args[5] is not None:
             raise ValueError("inference_context is not supported: megatron-core's inference engines are not covered; score whole sequences instead")
+        micro_batches.enter(kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None))
         return original(self, *args, **kwargs)
 
     return forward

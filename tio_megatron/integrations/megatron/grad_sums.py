@@ -1,0 +1,267 @@
+"""Gradients as exact integer sums in megatron-core's DDP: where they are kept, how ranks join them, and when they become fp32 again.
+
+DDP's fp32 gradient buffer is the front half of a buffer of 64-bit integers. During the backward passes the integers are valid; ranks add
+them (in any order, by any collective: integers have none); :func:`settle` then turns each into its fp32 number in place, and stock's
+optimizer finds gradients where it expects them. ``zero_grad_buffer()`` opens the sums again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tio_megatron.contract.grid import PRODUCTS, TERMS, Grid
+from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
+from tio_megatron.layers import grads
+from tio_megatron.layers.grains import Grains
+
+
+class BadGradient(ArithmeticError):
+    """A gradient that cannot be summed; raised on all ranks. Weights, optimizer and the state of the sums are as before the step."""
+
+
+@dataclass
+class ParameterSum:
+    """The sum of one parameter's shard and what its logical tensor has to remember between steps.
+
+    ``largest`` is the largest partial assumed for the next step (``R`` of the contract); part of a checkpoint. ``terms`` counts the partials
+    that this rank added.
+    """
+
+    name: str
+    parameter: Any
+    sums: IntegerSum
+    grid: Grid
+    home: weakref.ref[BufferSums]
+    start: int
+    end: int
+    largest: float = 0.0
+    terms: int = 0
+
+    def open(self) -> IntegerSum:
+        """The sum, to be added to.
+
+        Raises:
+            RuntimeError: it was turned into fp32 already.
+        """
+        home = self.home()
+        if home is None or not home.adding:
+            raise RuntimeError(f"gradient of {self.name}: a backward pass after the gradients were finalized; call zero_grad_buffer() before the next step")
+        self.parameter.grad_added_to_main_grad = True
+        return self.sums
+
+
+class BufferSums:
+    """The integers behind one of DDP's gradient buffers."""
+
+    def __init__(self, buffer: Any, names: dict[Any, str]) -> None:
+        """Moves ``buffer``'s fp32 gradients to the front half of new integers; parameters and buckets follow."""
+        self.buffer = buffer
+        self.low = torch.zeros(buffer.numel, dtype=torch.int64)
+        self.high = untouched_zeros(buffer.numel)
+        self.peaks = torch.zeros(len(buffer.params))
+        self.adding = True
+        buffer.grad_data = self.low.view(torch.float32)[: buffer.numel]
+        me = weakref.ref(self)
+        self.parameters: list[ParameterSum] = []
+        for number, parameter in enumerate(sorted(buffer.params, key=lambda p: buffer.param_index_map[p][0])):
+            start, end, _ = buffer.param_index_map[parameter]
+            name = names[parameter]
+            grid = TERMS if parameter.dim() == 1 else PRODUCTS
+            parts = [t[start:end].view(parameter.shape) for t in (self.low, self.high)]
+            sums = IntegerSum(*parts, self.peaks[number : number + 1], grid.unit(0.0), grid.split)
+            parameter.main_grad = buffer.grad_data[start:end].view(parameter.shape)
+            parameter.tio_sum = ParameterSum(name, parameter, sums, grid, me, start, end)
+            self.parameters.append(parameter.tio_sum)
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel()
+            bucket.grad_data = buffer.grad_data[bucket.offset : bucket.offset + size]
+            bucket.tio_low = self.low[bucket.offset : bucket.offset + size]
+
+    def reset(self) -> None:
+        """Empty sums, on the grid that the last step's largest partials give."""
+        self.low.zero_()
+        for p in self.parameters:
+            if p.grid.needs_second(p.sums.unit, float(p.sums.peak)):
+                p.sums.high.zero_()
+            p.sums.unit = p.grid.unit(p.largest)
+            p.terms = 0
+        self.peaks.zero_()
+        self.adding = True
+
+    def to_fp32(self) -> None:
+        """Every sum becomes its fp32 number, in place; the integers are gone."""
+        at = 0
+        gaps = []
+        for p in self.parameters:
+            second = p.sums.high if p.grid.needs_second(p.sums.unit, float(p.sums.peak)) else None
+            # Ascending: a number is written at or before the place where its integer, and all later ones, are read.
+            out = self.buffer.grad_data[p.start : p.end]
+            value(self.low[p.start : p.end], None if second is None else second.view(-1), p.sums.unit, p.sums.split, out)
+            gaps.append((at, p.start))
+            at = p.end
+        for lo, hi in (*gaps, (at, self.buffer.numel)):
+            self.buffer.grad_data[lo:hi].zero_()
+        self.adding = False
+
+
+class IntegerSums:
+    """The sink of :mod:`tio_megatron.layers.grads` for parameters in DDP; others follow the plain rule."""
+
+    def __init__(self) -> None:
+        self._plain = grads.ToAutograd()
+
+    def products(self, weights: Sequence[Tensor], dy: Tensor, x: Tensor, grains: Grains) -> list[Tensor | None]:
+        """Adds the grains to the sums of the weights."""
+        found = [getattr(weight, "tio_sum", None) for weight in weights]
+        if not any(found):
+            return self._plain.products(weights, dy, x, grains)
+        add_products([p.open() for p in found], dy, x, starts=grains.starts, of=grains.of, order=grains.order)
+        for p, count in zip(found, grains.of.diff().tolist(), strict=True):
+            p.terms += count
+        return [_done(weight) for weight in weights]
+
+    def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:
+        """Adds each row to the sum of its place in the table."""
+        found = getattr(weight, "tio_sum", None)
+        if found is None:
+            return self._plain.rows(weight, dy, ids)
+        add_rows(found.open(), dy, ids)
+        found.terms += len(ids)
+        return _done(weight)
+
+    def norm(self, weight: Tensor, dy: Tensor, x: Tensor, eps: float, total: Tensor) -> Tensor | None:
+        """Adds each row's term."""
+        found = getattr(weight, "tio_sum", None)
+        if found is None:
+            return self._plain.norm(weight, dy, x, eps, total)
+        add_norm_terms(found.open(), dy, x, eps)
+        found.terms += len(dy)
+        return _done(weight)
+
+
+def _done(weight: Tensor) -> Tensor | None:
+    """DDP's hook asserts a gradient when reduction overlaps with the backward pass; it does not read it."""
+    home = weight.tio_sum.home()  # type: ignore[attr-defined]
+    return torch.zeros_like(weight) if home.buffer.ddp_config.overlap_grad_reduce else None
+
+
+@dataclass(frozen=True)
+class Works:
+    """Collectives in flight, as one handle."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        """Until all are done."""
+        for work in self.works:
+            work.wait()
+
+
+def reduce_bucket(bucket: Any, group: Any, *, scatter: bool, wait: bool) -> list[Any]:
+    """Adds a bucket's integers over ``group``: everywhere, or with ``scatter`` each rank's equal shard on that rank."""
+    if group.size() == 1:
+        return []
+    low = bucket.tio_low
+    if scatter:
+        shard = low.view(group.size(), -1)[group.rank()]
+        work = dist.reduce_scatter_single(shard, low, group=group, async_op=True)
+    else:
+        work = dist.all_reduce(low, group=group, async_op=True)
+    if wait:
+        work.wait()
+    return [work]
+
+
+def sums_of(model: Iterable[Any]) -> Iterator[BufferSums]:
+    """The sums of all buffers of a model's chunks; chunks without (a model that was wrapped outside ``apply()``) have none."""
+    for chunk in model:
+        for buffer in getattr(chunk, "buffers", []) + getattr(chunk, "expert_parallel_buffers", []):
+            if hasattr(buffer, "tio_sums"):
+                yield buffer.tio_sums
+
+
+def add_over(parameters: Sequence[ParameterSum], group: Any, *, second: bool = False) -> None:
+    """Adds the integers of these parameters over ``group``."""
+    if group is None or group.size() == 1 or not parameters:
+        return
+    parts = [p.sums.high if second else p.sums.low for p in parameters]
+    joined = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(joined, group=group)
+    for part, found in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
+        part.copy_(found.view(part.shape))
+
+
+def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> None:
+    """After all ranks' integers are added: agree on the largest partials, add the second integers where used, and make fp32 of all.
+
+    Args:
+        model: the chunks of this rank.
+        tied: the embedding shared by the first and the last pipeline stage, where this rank holds a copy.
+        groups: which ranks share what.
+
+    Raises:
+        BadGradient: on all ranks of the world, when any partial is NaN, infinite or too large, or there are too many.
+    """
+    buffers = list(sums_of(model))
+    everything = [p for sums in buffers for p in sums.parameters]
+    for sums in buffers:
+        expert = sums.buffer.tio_expert
+        for group in (sums.buffer.data_parallel_group, groups.expert_tensor if expert else groups.tensor):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(sums.peaks, op=dist.ReduceOp.MAX, group=group)
+    if tied is not None:
+        dist.all_reduce(tied.sums.peak, op=dist.ReduceOp.MAX, group=groups.embedding)
+    _refuse_bad(everything, groups)
+    for sums in buffers:
+        second = [p for p in sums.parameters if p.grid.needs_second(p.sums.unit, float(p.sums.peak))]
+        add_over(second, sums.buffer.data_parallel_group, second=True)
+        add_over([p for p in second if groups.sums_over_tensor(p)], groups.tensor, second=True)
+    if tied is not None and tied.grid.needs_second(tied.sums.unit, float(tied.sums.peak)):
+        add_over([tied], groups.embedding, second=True)
+    for sums in buffers:
+        sums.to_fp32()
+    for p in everything:
+        p.largest = p.grid.remember(p.largest, float(p.sums.peak))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a model, and whether its norms and routers see slices of the tokens."""
+
+    tensor: Any
+    expert_tensor: Any
+    embedding: Any
+    sequence_parallel: bool
+    qk_norm: bool
+
+    def sums_over_tensor(self, p: ParameterSum) -> bool:
+        """Whether the ranks of tensor parallelism hold parts of this sum: slices of the tokens, or heads."""
+        heads = self.qk_norm and ("q_layernorm" in p.name or "k_layernorm" in p.name)
+        return heads or self.sequence_parallel and bool(getattr(p.parameter, "sequence_parallel", False))
+
+
+def _refuse_bad(parameters: Sequence[ParameterSum], groups: Groups) -> None:
+    bad = []
+    for p in parameters:
+        peak, home = float(p.sums.peak), p.home()
+        assert home is not None
+        ranks = home.buffer.data_parallel_group.size() * (groups.tensor.size() if groups.sums_over_tensor(p) else 1)
+        if not peak < float("inf"):
+            bad.append(f"{p.name}: NaN or infinite")
+        elif peak >= p.grid.bound(p.sums.unit):
+            bad.append(f"{p.name}: {peak:.3g}, at least {p.grid.bound(p.sums.unit):.3g}")
+        elif p.terms * ranks > p.grid.capacity:
+            bad.append(f"{p.name}: {p.terms} partial sums on each of {ranks} ranks, more than {p.grid.capacity} in all")
+    flag = torch.tensor([len(bad)])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if int(flag):
+        named = "; ".join(bad[:4]) + (f"; and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "on another rank"
+        raise BadGradient(f"this step's gradients cannot be used ({named}). Nothing was changed: lower the learning rate or skip the batch")
