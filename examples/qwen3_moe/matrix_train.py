@@ -1,0 +1,174 @@
+"""The proof that training does not depend on how it is cut: one SHA-256 of everything trained per layout (``make matrix-train``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from examples.qwen3_moe.training import Cut, Recipe, Training, parse
+from tio_megatron.contract import Contract
+from tio_megatron.testing import run_ranks
+from tio_megatron.testing.qwen3 import MOE, write_tiny
+
+MODEL = MOE | dict(num_hidden_layers=8, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4)
+"""Eight layers, four of sixteen experts, and 700 words: padded to 768, 768 and 1024 rows for TP 1, 2 and 4."""
+
+ROWS = (
+    parse("tp1"),
+    parse("tp1", micro_batch=2),
+    parse("tp1", micro_batch=4, recompute=True),
+    parse("tp1", micro_batch=8, packed=True),
+    parse("tp1", grouped=False, order="by length"),
+    parse("dp2"),
+    parse("dp2", micro_batch=4, distributed_optimizer=True),
+    parse("dp2", micro_batch=2, order="interleaved", overlap=True, distributed_optimizer=True),
+    parse("dp4", distributed_optimizer=True, order="by length"),
+    parse("ep2", micro_batch=2),
+    parse("ep2+allgather", order="interleaved"),
+    parse("ep4", distributed_optimizer=True),
+    parse("ep2+dp4+allgather", distributed_optimizer=True, recompute=True),
+    parse("ep2", packed=True, micro_batch=4, order="by length"),
+    parse("tp2+ep2"),
+    parse("tp2+ep2+allgather", micro_batch=2),
+    parse("tp2+ep1+etp2", micro_batch=4),
+    parse("tp2+ep1+etp1", recompute=True),
+    parse("tp2+ep2", packed=True, micro_batch=2),
+    parse("tp4+ep4"),
+    parse("tp4+ep2+etp2", micro_batch=2),
+    parse("tp4+ep1+etp4", grouped=False),
+    parse("tp4+ep1+etp1+allgather"),
+    parse("tp2+dp2+ep4", order="interleaved"),
+    parse("tp2+dp2+ep2+etp2+allgather", micro_batch=2, distributed_optimizer=True),
+    parse("tp2+dp2+ep2", recompute=True, distributed_optimizer=True, overlap=True),
+    parse("pp2"),
+    parse("pp2+tp2+ep2", micro_batch=2),
+    parse("pp2+dp2+ep2", distributed_optimizer=True, recompute=True),
+    parse("pp2", packed=True, micro_batch=2),
+    parse("cp2"),
+    parse("cp2+ep2", micro_batch=2),
+    parse("cp2+tp2+ep2", order="interleaved"),
+    parse("cp2+dp2+ep4", distributed_optimizer=True),
+    parse("cp2", packed=True, micro_batch=4),
+    parse("cp4+ep1+etp1+allgather", recompute=True),
+)
+QUICK = (0, 3, 6, 10, 14, 17, 24, 31)
+"""Rows of ``--quick``, four ranks at most."""
+
+CONTROL = (parse("tp1", grouped=False), parse("tp2+ep2", grouped=False))
+"""The stock packages, unpatched: two layouts that should give the same."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run gave."""
+
+    cut: Cut
+    sha256: str
+    first_loss: float
+    last_loss: float
+    last_norm: float
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """For the report."""
+        return {"layout": str(self.cut), "sha256": self.sha256, "loss": [self.first_loss, self.last_loss], "grad_norm": self.last_norm, "seconds": self.seconds}
+
+
+def run(recipe: Recipe, cut: Cut, contract: Contract | None, timeout: float = 900.0) -> Outcome:
+    """Train in one layout; every rank is a process."""
+    began = time.monotonic()
+    results = run_ranks(cut.layout.ranks, _rank, recipe, cut, contract, timeout=timeout)
+    digests = {sha for sha, _, _ in results}
+    if len(digests) != 1:
+        raise RuntimeError(f"{cut}: the ranks export different bytes: {sorted(digests)}")
+    losses = [found for _, found, _ in results if any(found)]
+    mean = [sum(each) / len(losses) for each in zip(*losses, strict=True)]
+    return Outcome(cut, digests.pop(), mean[0], mean[-1], results[0][2], round(time.monotonic() - began, 1))
+
+
+def _rank(rank: int, recipe: Recipe, cut: Cut, contract: Contract | None) -> tuple[str, list[float], float]:
+    training = Training(recipe, cut, contract)
+    steps = [training.step() for _ in range(recipe.steps)]
+    found = training.sha256(), [loss for loss, _ in steps], steps[-1][1]
+    training.close()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the table. Status 0 when all rows are equal and the control's differ, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python -m examples.qwen3_moe.matrix_train --quick")
+    parser.add_argument("--steps", type=int, default=20, help="Adam steps (default: 20)")
+    parser.add_argument("--quick", action="store_true", help="a few of the rows")
+    parser.add_argument("--rows", help="only rows whose layout contains this text")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations (default: bfloat16)")
+    parser.add_argument("--no-control", action="store_true", help="leave the stock packages out")
+    parser.add_argument("--out", type=Path, default=Path("out/matrix-train"), help="folder of report.json (default: out/matrix-train)")
+    options = parser.parse_args(arguments)
+    chosen = [ROWS[i] for i in QUICK] if options.quick else [cut for cut in ROWS if not options.rows or options.rows in str(cut)]
+    if options.steps < 1 or not chosen:
+        parser.error("there must be at least one step and one row")
+    console = Console()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="tio-matrix-") as folder:
+        model = write_tiny(Path(folder) / "model", MODEL, torch_dtype=options.dtype)
+        recipe = Recipe(model, steps=options.steps)
+        contract = Contract(grain=32)
+        rows = _run_all(console, recipe, chosen, contract, "rows")
+        control = [] if options.no_control else _run_all(console, recipe, CONTROL, None, "stock")
+    _show(console, rows, control)
+    equal = len({outcome.sha256 for outcome in rows}) == 1
+    differs = not control or len({outcome.sha256 for outcome in control}) > 1
+    report = {
+        "rows": [outcome.row() for outcome in rows],
+        "control": [outcome.row() for outcome in control],
+        "equal": equal,
+        "steps": options.steps,
+        "contract": json.loads(contract.to_json()),
+        "fingerprint": contract.fingerprint(),
+        "model": MODEL | {"torch_dtype": options.dtype},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    partial = options.out / "report.json.part"
+    partial.write_text(json.dumps(report, indent=1))
+    os.replace(partial, options.out / "report.json")
+    same = max((sum(o.sha256 == r.sha256 for o in rows) for r in rows), default=0)
+    stock = "not run" if not control else "differ" if differs else "are equal: no control"
+    console.print(f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]}); stock layouts {stock}", soft_wrap=True)
+    return 0 if equal and differs else 1
+
+
+def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Contract | None, what: str) -> list[Outcome]:
+    found = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(what, total=len(cuts))
+        for cut in cuts:
+            progress.update(task, description=str(cut))
+            found.append(run(recipe, cut, contract))
+            progress.advance(task)
+    return found
+
+
+def _show(console: Console, rows: Sequence[Outcome], control: Sequence[Outcome]) -> None:
+    table = Table("layout", "loss", "norm", "seconds", "sha256 of weights, main parameters and moments")
+    for outcome in rows:
+        table.add_row(str(outcome.cut), f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}", f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
+    for outcome in control:
+        table.add_row(f"stock: {outcome.cut}", f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}", f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
