@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from tio_megatron.integrations.megatron.grad_sums import BufferSums, Groups, ParameterSum, Works, add_over, reduce_bucket, settle, sums_of
+from tio_megatron.integrations.megatron.optimizer_refusals import check_ddp
 from tio_megatron.integrations.patching import Patch
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
@@ -62,8 +63,8 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
                 "DistributedDataParallel: calculate_per_token_loss=False averages the loss over micro-batches and ranks, one after the other, so gradients "
                 "would depend on the layout; set calculate_per_token_loss=True and let the loss function return (sum of the losses, tokens, report)"
             )
-        if ours and not ddp_config.grad_reduce_in_fp32:
-            raise ValueError("DistributedDataParallel: grad_reduce_in_fp32=False would round gradients before they are added; True would work")
+        if ours:
+            check_ddp(ddp_config, [parameter.dtype for parameter in module.parameters() if parameter.requires_grad])
         before, _ordered = _ordered, ours
         try:
             original(self, config, ddp_config, module, *args, **kwargs)
