@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.replace(partial, options.out / "report.json")
     same = max((sum(o.sha256 == r.sha256 for o in rows) for r in rows), default=0)
     stock = "not run" if not control else "differ" if differs else "are equal: no control"
-    console.print(f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]}); stock layouts {stock}", soft_wrap=True)
+    last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]}); stock layouts {stock}"
+    console.print(last, soft_wrap=True)
     return 0 if equal and differs else 1
 
 
@@ -163,10 +164,9 @@ def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Co
 
 def _show(console: Console, rows: Sequence[Outcome], control: Sequence[Outcome]) -> None:
     table = Table("layout", "loss", "norm", "seconds", "sha256 of weights, main parameters and moments")
-    for outcome in rows:
-        table.add_row(str(outcome.cut), f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}", f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
-    for outcome in control:
-        table.add_row(f"stock: {outcome.cut}", f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}", f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
+    for mark, outcome in [("", o) for o in rows] + [("stock: ", o) for o in control]:
+        loss = f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}"
+        table.add_row(f"{mark}{outcome.cut}", loss, f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
     console.print(table)
 
 

@@ -118,6 +118,7 @@ class Training:
         settings = OptimizerConfig(
             optimizer="adam",
             lr=recipe.lr,
+            min_lr=recipe.lr / 10,
             weight_decay=recipe.weight_decay,
             clip_grad=recipe.clip_grad,
             bf16=self.megatron.bf16,
@@ -132,7 +133,7 @@ class Training:
             max_lr=recipe.lr,
             min_lr=recipe.lr / 10,
             lr_warmup_steps=recipe.warmup,
-            lr_decay_steps=recipe.steps,
+            lr_decay_steps=max(recipe.steps, recipe.warmup + 1),
             lr_decay_style="cosine",
             start_wd=recipe.weight_decay,
             end_wd=recipe.weight_decay,

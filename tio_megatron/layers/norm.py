@@ -36,8 +36,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        dx, dw = kernel.rms_norm_backward(dy.contiguous(), x, weight, ctx.eps)
+        dx, total = kernel.rms_norm_backward(dy.contiguous(), x, weight, ctx.eps)
+        dw = None
         if ctx.needs_input_grad[1]:
-            rows = (t.reshape(-1, weight.shape[0]) for t in (dy, x))
-            dw = grads.norm(weight, *rows, ctx.eps, dw)
-        return dx if ctx.needs_input_grad[0] else None, dw if ctx.needs_input_grad[1] else None, None
+            dw = grads.norm(weight, dy.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[0]), ctx.eps, total)
+        return dx if ctx.needs_input_grad[0] else None, dw, None

@@ -64,7 +64,7 @@ class BufferSums:
         """Moves ``buffer``'s fp32 gradients to the front half of new integers; parameters and buckets follow."""
         self.buffer = buffer
         self.low = torch.zeros(buffer.numel, dtype=torch.int64)
-        self.high = untouched_zeros(buffer.numel)
+        self.high = untouched_zeros((buffer.numel,))
         self.peaks = torch.zeros(len(buffer.params))
         self.adding = True
         buffer.grad_data = self.low.view(torch.float32)[: buffer.numel]

@@ -103,7 +103,7 @@ def value(low: Tensor, high: Tensor | None, unit: int, split: int, out: Tensor) 
         high: int64, contiguous, as many; None where no partial was large.
         unit: exponent of one count of ``low``.
         split: that of the sum.
-        out: fp32, contiguous, as many. May lie over the front of ``low``'s own memory, which is then overwritten.
+        out: fp32, contiguous, as many. May lie over ``low``'s own memory if it begins there or before; that is then overwritten.
 
     Raises:
         ValueError: types, sizes or device do not fit, or ``out`` overlaps ``low`` or ``high`` elsewhere.
@@ -118,7 +118,7 @@ def value(low: Tensor, high: Tensor | None, unit: int, split: int, out: Tensor) 
     if high is not None:
         check_dtype("value", "high", high, torch.int64)
         require(not _overlap(out, high), "value", "out lies over high")
-    require(not _overlap(out, low) or out.data_ptr() == low.data_ptr(), "value", "out lies over low, but not over its front")
+    require(not _overlap(out, low) or out.data_ptr() <= low.data_ptr(), "value", "out lies over low, but begins behind it")
     cpu.value(low, high, unit, split, out)
     return out
 
