@@ -223,7 +223,7 @@ class TestValue:
     def test_refusals(self) -> None:
         low = torch.zeros(8, dtype=torch.int64)
         for out, message in (
-            (low.view(torch.float32)[1:9], "not over its front"),
+            (low.view(torch.float32)[1:9], "begins behind it"),
             (torch.empty(7), "out has 7 elements"),
             (torch.empty(16)[::2], "out must be contiguous"),
             (torch.empty(8).double(), "float64"),
