@@ -15,7 +15,7 @@ import torch
 
 from tio_megatron import collectives
 from tio_megatron.kernels import logprob as kernel
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 from tio_megatron.layers.vocab import VocabShard
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tio_megatron import collectives
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 
 LIMB = 32
 """Bits of a limb."""

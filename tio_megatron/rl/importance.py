@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 from tio_megatron.rl.exponential import exp
 from tio_megatron.rl.sequences import sequence_means, sequence_sums, spread
 

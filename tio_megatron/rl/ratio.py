@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 from tio_megatron.rl.exponential import exp
 from tio_megatron.rl.sequences import sequence_means, spread
 

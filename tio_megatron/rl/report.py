@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tio_megatron import collectives
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 from tio_megatron.rl.exact import ExactSum
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tio_megatron.contract import Contract
 from tio_megatron.layers.entropy import vocab_entropy
-from tio_megatron.layers.linear import Group, rank, size
+from tio_megatron.layers.grains import Group, rank, size
 from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_logprob
 
 

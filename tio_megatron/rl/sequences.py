@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tio_megatron.layers.linear import Group
+from tio_megatron.layers.grains import Group
 from tio_megatron.rl.exact import ExactSum
 
 
