@@ -57,7 +57,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo test test-full check bench clean distclean
+.PHONY: help setup demo matrix-train test test-full check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -67,6 +67,9 @@ setup: $(PACKAGE_DONE)  ## make .venv with the locked dependencies and the packa
 
 demo: setup  ## the main job: Megatron and vLLM in many layouts, logdiff 0 in each (ARGS=--quick: within 2 minutes)
 	@PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh $(ARGS)
+
+matrix-train: setup  ## training in 36 layouts: one SHA-256 of weights and optimizer, and the stock packages' (ARGS=--quick: 8 of them)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m examples.qwen3_moe.matrix_train $(ARGS)
 
 test: setup  ## the tests that CI runs
 	@$(BIN)/python -m pytest -m 'not full' $(ARGS)
