@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tio_megatron.contract import ReductionTree, VocabOrder
-from tio_megatron.kernels import attention, combine, embedding, integer_sum, logprob, math, norm, rope, router, swiglu
+from tio_megatron.kernels import adam, attention, combine, embedding, integer_sum, logprob, math, norm, rope, router, squares, swiglu
 from tio_megatron.testing import assert_same_bytes
 
 
@@ -58,6 +58,20 @@ def _integer_sums(i: dict[str, torch.Tensor]) -> Any:
     return found
 
 
+SCALARS = adam.Scalars.at(3, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+NUMBERS = [0.9, 0.1, 0.95, 0.05, 1e-8, 1e-4, 1e-3, 2.0]
+
+
+def _steps(i: dict[str, torch.Tensor]) -> Any:
+    small = (i["logits"].view(torch.int32) & 0x807FFFFF - (1 << 32)).view(torch.float32)  # subnormal
+    held = [i["logits"].clone(), small.clone(), small.clone(), small.clone()]
+    adam.adam_(*held, SCALARS, i["logits"].bfloat16())
+    total = squares.empty_sum()
+    squares.add_squares_(total, held[2])
+    squares.scale_(held[2], 0.5)
+    return held, total
+
+
 def _attention(i: dict[str, torch.Tensor]) -> Any:
     q, k = i["heads"], i["keys"]
     where = {"cu_q": i["cu"], "cu_k": i["cu"], "scale": 0.125}
@@ -67,6 +81,7 @@ def _attention(i: dict[str, torch.Tensor]) -> Any:
 
 ORDER = VocabOrder(16, 2)
 CALLS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "optimizer": _steps,
     "norm": lambda i: (
         norm.rms_norm(i["x"], i["w"], 1e-6),
         norm.add_rms_norm(i["x"], i["x"], i["w"], 1e-6),
@@ -157,6 +172,9 @@ TRACED: dict[str, Callable[[dict[str, torch.Tensor]], tuple[Any, ...]]] = {
     "add_rows": lambda i: (*_sum(8, 32), -50, 50, i["rows"][:3], i["positions"]),
     "add_norm_terms": lambda i: (*_sum(300), -50, 50, i["x"], i["x"], 1e-6),
     "sum_value": lambda i: (*_sum(8, 32)[:2], -50, 50, torch.zeros(8, 32)),
+    "adam_": lambda i: (*(torch.zeros(3, 16) for _ in range(4)), i["logits"].bfloat16(), NUMBERS, True),
+    "add_squares_": lambda i: (squares.empty_sum(), i["logits"]),
+    "scale_": lambda i: (i["logits"].clone(), 0.5),
     "vocab_max": lambda i: (i["logits"], 16),
     "vocab_sumexp": lambda i: (i["logits"], i["top"], 16, 2, 128, 0, 256, True),
     "log_softmax": lambda i: (i["logits"], 16, 2, 128),

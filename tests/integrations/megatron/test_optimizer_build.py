@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import Row, everything, give, gradients, made, run
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tiny_megatron import running
 
 import tio_megatron as tio
@@ -117,6 +117,22 @@ def build(rank, row, options):
 def test_a_refused_option_reaches_the_user():
     with pytest.raises(RankError, match="ValueError: the optimizer cannot obey the contract with these options:\n  optimizer='sgd'"):
         run_ranks(1, build, Row(), {"optimizer": "sgd"})
+
+
+def test_an_optimizer_built_outside_the_contract_does_not_step():
+    row = Row(dtype="float32")
+
+    def work(rank):
+        with running(row.setup):
+            model, _ = made(row)
+            tio.undo()
+            theirs = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+            with tio.apply(vocab_size=700):
+                give(model, gradients(0, row.dtype))
+                theirs.step()
+
+    with pytest.raises(RankError, match=r"built outside tio_megatron.apply\(\): its steps are torch"):
+        run_ranks(1, work)
 
 
 def test_a_package_on_one_rank_is_named(tmp_path):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron.kernels.squares import add_squares_, empty_sum, root, scale_
+from tio_megatron.layers.optimizer import Adam
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ def chained_grad_norm(original: Callable[..., float]) -> Callable[..., float]:
 
     @torch.no_grad()
     def get_grad_norm(self: Any) -> float:
+        for optimizer in self.chained_optimizers:
+            inner = getattr(optimizer, "optimizer", None)
+            if inner is not None and not isinstance(inner, Adam):
+                raise RuntimeError(f"this optimizer was built outside tio_megatron.apply(): its steps are {type(inner).__module__}'s; build it again")
         norm = norm_of([(optimizer.get_main_grads_for_grad_norm(), optimizer.get_grad_stats_parallel_group()) for optimizer in self.chained_optimizers])
         self.tio_skip = not math.isfinite(norm)
         return norm
