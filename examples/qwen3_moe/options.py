@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)"
     )
     megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
-    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size; only 1 so far")
+    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size (1)")
     megatron.add_argument(
         "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
     )
@@ -118,13 +118,12 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
         SystemExit: ``--help`` (status 0).
     """
     a = parser().parse_args(argv)
-    if a.cp != 1:
-        raise ValueError("--context-parallel-size must be 1: context parallelism is not covered yet")
     trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
     if world is not None and world != trainer.ranks:
         per_replica = a.tp * a.pp * a.cp
         if world % per_replica:
-            raise ValueError(f"{world} ranks do not divide by tp {a.tp} times pp {a.pp}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
+            sizes = f"tp {a.tp} times pp {a.pp} times cp {a.cp}"
+            raise ValueError(f"{world} ranks do not divide by {sizes}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
         trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
     default_trainers, default_rollouts = (TRAINERS[:2], ROLLOUTS[:1]) if a.quick else (TRAINERS, ROLLOUTS)
     further = [TrainerLayout.parse(text) for text in a.trainers or default_trainers]

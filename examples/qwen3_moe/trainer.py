@@ -25,6 +25,8 @@ from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, 
 from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
 from tio_megatron.integrations.megatron.scoring import token_logprobs
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.layers.context import own_tokens
+from tio_megatron.layers.sequences import Sequences
 from tio_megatron.verify import Recording
 
 BATCH_TOKENS = 1024
@@ -51,6 +53,7 @@ class Trainer:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tp,
             pipeline_model_parallel_size=sizes.pp,
+            context_parallel_size=sizes.cp,
             expert_model_parallel_size=sizes.ep,
             expert_tensor_parallel_size=sizes.expert_tp,
         )
@@ -59,6 +62,8 @@ class Trainer:
         self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_weighted_grads, calculate_per_token_loss=True, **fields)
         self.model: torch.nn.Module = gpt_model(config, self.megatron, vocab_size=padded_vocab(config, sizes, contract), max_positions=longest)
         self.optimizer: Any = None
+        self.multiple = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
+        self.sequences = Sequences(rank=parallel_state.get_context_parallel_rank(), ranks=sizes.cp)
         self.dp, self.dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def load(self, folder: Path) -> None:
@@ -92,7 +97,7 @@ class Trainer:
         self.model.eval()
         longest = max(len(sequence) for sequence in sequences)
         mine: dict[int, tuple[list[float], list[bytes]]] = {}
-        multiple = self.layout.layout.tp
+        multiple = self.multiple
         # Rows of a batch are independent, so the size of a batch is chosen for memory alone.
         size = max(1, BATCH_TOKENS // longest)
         for done, part in enumerate(steps(sequences, ranks=self.dp, rank=self.dp_rank, size=size, multiple=multiple)):
@@ -127,11 +132,11 @@ class Trainer:
         for number in range(count):
             lo = (number * self.dp + self.dp_rank) * size
             index = range(min(lo, len(sequences)), min(lo + size, len(sequences)))
-            parts.append(batch(sequences, index, weights, size=size, length=width, multiple=self.layout.layout.tp))
+            parts.append(batch(sequences, index, weights, size=size, length=width, multiple=self.multiple))
         losses: list[float] = []
 
         def loss_of(losses_of_tokens: torch.Tensor, part: Batch) -> tuple[torch.Tensor, ...]:
-            total = (losses_of_tokens.float() * part.weights).sum()
+            total = (losses_of_tokens.float() * own_tokens(part.weights, self.sequences)).sum()
             losses.append(float(total.detach()))
             # Weights count every token once, so nothing is divided afterwards.
             return total, torch.tensor(part.weights.numel(), dtype=torch.int), {}
@@ -160,12 +165,13 @@ class Trainer:
 
     def _schedule(self, parts: Sequence[Batch], loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, Any]]], *, forward_only: bool) -> None:
         length = parts[0].tokens.shape[1]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1) if self.sequences.ranks == 1 else None
 
         def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]]:
             part = next(iterator)
-            positions = torch.arange(length).expand(part.tokens.shape[0], -1)
-            output = model(part.tokens, positions, mask, labels=part.labels)
+            tokens, labels = (own_tokens(t, self.sequences) for t in (part.tokens, part.labels))
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            output = model(tokens, positions, mask, labels=labels)
             return output, lambda result: loss_of(result, part)
 
         get_forward_backward_func()(

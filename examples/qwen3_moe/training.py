@@ -28,6 +28,7 @@ from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.layers.context import own_tokens
 from tio_megatron.layers.sequences import Sequences
 
 ORDERS = ("given", "interleaved", "by length")
@@ -224,11 +225,8 @@ class Training:
         else:
             starts = None
             whole = torch.stack(rows, 1)
-        if sizes.cp > 1:
-            length = whole.shape[2] // sizes.cp
-            here = Sequences(starts, parallel_state.get_context_parallel_rank(), sizes.cp)
-            sample, position = here.rows(length, 1)
-            whole = whole[..., position if starts is None else starts.to(torch.int64)[sample] + position]
+        whole = own_tokens(whole.transpose(0, 1).transpose(1, 2), Sequences(starts, parallel_state.get_context_parallel_rank(), sizes.cp))
+        whole = whole.permute(2, 0, 1)
         tokens, labels, counts = whole
         return {
             "tokens": tokens.contiguous(),

@@ -59,7 +59,7 @@ def refused(capsys, *argv: str) -> str:
         (["--trainers", "tp2+ep2+speed"], "'speed' is none of tpN"),
         (["--rollouts", "pp2"], "'pp2' is neither tpN nor ep"),
         (["--rollouts", "tp2+ep4"], "write tp2+ep"),
-        (["--cp", "2"], "--context-parallel-size must be 1"),
+        (["--cp", "0"], "cp must be at least 1"),
         (["--tp", "2", "--ep", "2"], "has 2 ranks: start it with bash launch/qwen3_moe.sh"),
         (["--tp", "0"], "tp must be at least 1"),
         (["--rounds", "0"], "--rounds must be at least 1"),
