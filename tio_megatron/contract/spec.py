@@ -14,7 +14,7 @@ from tio_megatron.contract.model import ModelShape
 from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
 from tio_megatron.contract.vocab import VocabOrder
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a rule changes the bytes of any result."""
 
 FAMILIES = {"cpu": {"kv_block": 64, "chain": 256, "row_chain": 32, "router_chain": 8}}

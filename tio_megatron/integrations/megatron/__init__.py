@@ -9,7 +9,9 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "BadGradient": "grad_sums",
     "Scores": "scoring",
+    "finalize_weighted_grads": "grad_patches",
     "gpt_layer_spec": "specs",
     "token_logprobs": "scoring",
 }

@@ -63,6 +63,11 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
                 "DistributedDataParallel: calculate_per_token_loss=False averages the loss over micro-batches and ranks, one after the other, so gradients "
                 "would depend on the layout; set calculate_per_token_loss=True and let the loss function return (sum of the losses, tokens, report)"
             )
+        if ours and config.num_query_groups is not None and config.num_query_groups < config.tensor_model_parallel_size:
+            raise ValueError(
+                f"DistributedDataParallel: tp {config.tensor_model_parallel_size} is above the {config.num_query_groups} key/value groups: gradients of a "
+                f"shared group would be rounded on each of its ranks; tp up to {config.num_query_groups} would work"
+            )
         if ours:
             check_ddp(ddp_config, [parameter.dtype for parameter in module.parameters() if parameter.requires_grad])
         before, _ordered = _ordered, ours
