@@ -10,12 +10,17 @@ into floats by integer steps, so no random-number release of torch or numpy can 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from tio_megatron import kernels
 from tio_megatron.contract import ReductionTree, VocabOrder
@@ -167,6 +172,33 @@ def results() -> Iterator[tuple[str, object]]:
                 yield f"{name}, {'fp32' if dtype == F32 else 'bf16'}", tensors
     yield from _scores(Source(100))
     yield from _optimizer(Source(101))
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tio":
+            name = func._schema.name.removeprefix("tio::")
+            self.first.setdefault(name, (func, tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)))
+        return func(*args, **(kwargs or {}))
+
+
+def calls() -> dict[str, tuple[Any, Any]]:
+    """Every torch operator that the cases call, with the arguments of its first call as they were before."""
+    with _Calls() as found:
+        for _ in results():
+            pass
+    return found.first
+
+
+def registered() -> set[str]:
+    """The names of all torch operators of this package."""
+    for room in filter(lambda module: module.ispkg, pkgutil.iter_modules(kernels.__path__)):
+        importlib.import_module(f"{kernels.__name__}.{room.name}")
+    return {name.removeprefix("tio::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("tio::")}
 
 
 def hashes() -> dict[str, str]:

@@ -133,14 +133,6 @@ def test_a_refused_update_changes_nothing():
     assert_same_bytes(packed.unpack(), w)
 
 
-def test_operators_have_schema_and_shapes():
-    x, w = case()
-    dy = torch.randn(30, N)
-    torch.library.opcheck(torch.ops.tio.grouped.default, (x, list(w), OFFSETS, 4, False, torch.float32))
-    torch.library.opcheck(torch.ops.tio.grouped_packed.default, (x, PackedExperts.from_weights(w).packed, N, OFFSETS, 4, torch.bfloat16))
-    torch.library.opcheck(torch.ops.tio.grouped_wgrad.default, (dy, x, OFFSETS))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

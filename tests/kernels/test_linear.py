@@ -286,11 +286,6 @@ class TestOperators:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def test_shape_functions_and_schema(self):
-        x, w = operands(4, 10, 32)
-        torch.library.opcheck(torch.ops.tio.matmul.default, (x, w, 2, False, torch.float32))
-        torch.library.opcheck(torch.ops.tio.linear_packed.default, (x, PackedWeight.from_weight(w).packed, 10, 2, torch.bfloat16))
-
     def test_meta_tensors_give_shapes(self):
         out = linear(torch.ones(2, 3, 8, device="meta"), torch.ones(5, 8, device="meta"), leaves=2, out_dtype=torch.bfloat16)
         assert out.shape == (2, 3, 5) and out.dtype == torch.bfloat16 and out.is_meta

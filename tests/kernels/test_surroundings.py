@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.golden import kernels as golden
 from tio_megatron.contract import ReductionTree, VocabOrder
 from tio_megatron.kernels import adam, attention, combine, embedding, integer_sum, logprob, math, norm, rope, router, squares, swiglu
 from tio_megatron.testing import assert_same_bytes
@@ -59,7 +60,6 @@ def _integer_sums(i: dict[str, torch.Tensor]) -> Any:
 
 
 SCALARS = adam.Scalars.at(3, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-NUMBERS = [0.9, 0.1, 0.95, 0.05, 1e-8, 1e-4, 1e-3, 2.0]
 
 
 def _steps(i: dict[str, torch.Tensor]) -> Any:
@@ -149,50 +149,30 @@ def _sum(*shape: int) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.zeros(1)]
 
 
-TRACED: dict[str, Callable[[dict[str, torch.Tensor]], tuple[Any, ...]]] = {
-    "rms_norm": lambda i: (i["x"], i["w"], 1e-6),
-    "add_rms_norm": lambda i: (i["x"], i["x"], i["w"], 1e-6),
-    "rms_norm_backward": lambda i: (i["x"], i["x"], i["w"], 1e-6),
-    "rope": lambda i: (i["heads"], i["positions"], rope.rope_table(11, 64, 1e4), False),
-    "silu": lambda i: (i["x"],),
-    "silu_backward": lambda i: (i["x"], i["x"]),
-    "swiglu": lambda i: (i["x"],),
-    "swiglu_backward": lambda i: (i["x"][:, :150], i["x"]),
-    "router_scores": lambda i: (i["logits"],),
-    "route": lambda i: (i["logits"], 2, True),
-    "route_backward": lambda i: (i["probs"], i["logits"], i["ids"], True),
-    "combine": lambda i: (i["rows"], i["index"], i["ids"], i["probs"], 16, [0, 8], [8, 8]),
-    "combine_backward": lambda i: (i["rows"][:3], i["rows"], i["index"], i["probs"]),
-    "embedding": lambda i: (i["positions"], i["rows"], 0),
-    "embedding_backward": lambda i: (i["rows"][:3], i["positions"], 8, 0),
-    "add_products": lambda i: (
-        *([part] for part in _sum(300, 32)),
-        *([-50], [50], i["x"].repeat(2, 1), i["rows"], torch.tensor([0, 2, 5]), torch.tensor([0, 2]), torch.tensor([5, 4, 0, 1, 2])),
-    ),
-    "add_rows": lambda i: (*_sum(8, 32), -50, 50, i["rows"][:3], i["positions"]),
-    "add_norm_terms": lambda i: (*_sum(300), -50, 50, i["x"], i["x"], 1e-6),
-    "sum_value": lambda i: (*_sum(8, 32)[:2], -50, 50, torch.zeros(8, 32)),
-    "adam_": lambda i: (*(torch.zeros(3, 16) for _ in range(4)), i["logits"].bfloat16(), NUMBERS, True),
-    "add_squares_": lambda i: (squares.empty_sum(), i["logits"]),
-    "scale_": lambda i: (i["logits"].clone(), 0.5),
-    "vocab_max": lambda i: (i["logits"], 16),
-    "vocab_sumexp": lambda i: (i["logits"], i["top"], 16, 2, 128, 0, 256, True),
-    "log_softmax": lambda i: (i["logits"], 16, 2, 128),
-    "gather_logprob": lambda i: (i["top"], i["top"], i["sum"]),
-    "logprob_backward": lambda i: (i["sum"], i["logits"], i["top"], i["sum"], i["positions"], 16),
-    "entropy": lambda i: (i["sum"], i["top"]),
-    "entropy_backward": lambda i: (i["sum"], i["logits"], i["top"], i["sum"], i["top"], 16),
-    "exp": lambda i: (i["logits"],),
-    "log": lambda i: (i["probs"],),
-    "tree_add": lambda i: (i["logits"],),
-    "attention": lambda i: (i["heads"], i["keys"], i["keys"], i["cu"], i["cu"], 0.125),
-    "write_pages": lambda i: (i["keys"], i["keys"], i["cache"], i["slots"]),
-    "attention_paged": lambda i: (i["heads"], i["cache"], i["table"], i["lengths"], i["cu"], 0.125, torch.zeros_like(i["heads"])),
-}
+def checked(operator: Any, arguments: Any) -> None:
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_schemas_and_shape_functions(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(golden.registered()))
+def test_schemas_and_shape_functions(name: str, calls: dict[str, tuple[Any, Any]]) -> None:
     """What torch is told of an operator is what it does: mutation, aliasing, shapes and types without data."""
-    operator = getattr(torch.ops.tio, name).default
-    torch.library.opcheck(operator, TRACED[name](_inputs()), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    checked(*calls[name])
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, tuple[Any, Any]]:
+    return golden.calls()
+
+
+def test_what_is_not_so_is_seen() -> None:
+    """Negative control: a shape function that is wrong, and a write that is not declared."""
+    library = torch.library.Library("tio_wrong", "FRAGMENT")
+    library.define("shape(Tensor x) -> Tensor")
+    library.define("write(Tensor x) -> ()")
+    library.impl("shape", lambda x: x[1:].clone(), "CPU")
+    library.impl("write", lambda x: x.zero_() and None, "CPU")
+    torch.library.register_fake("tio_wrong::shape", torch.empty_like, lib=library)
+    torch.library.register_fake("tio_wrong::write", lambda x: None, lib=library)
+    for operator in (torch.ops.tio_wrong.shape.default, torch.ops.tio_wrong.write.default):
+        with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError):
+            checked(operator, (torch.ones(3, 2),))
