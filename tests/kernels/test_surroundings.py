@@ -145,10 +145,6 @@ def test_flush_to_zero_is_off_inside_and_given_back(name: str) -> None:
     assert still_on
 
 
-def _sum(*shape: int) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), torch.zeros(1)]
-
-
 def checked(operator: Any, arguments: Any) -> None:
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
