@@ -65,7 +65,7 @@ def test_frozen():
         ('{"cuts": {"attn_row": "8"}}', "power of two, got '8'"),
         ('{"cuts": {"attn_row": 8.0}}', "power of two, got 8.0"),
         ('{"cuts": {"attn_row": true}}', "power of two, got True"),
-        ('{"version": 2}', "version 2 is not the version of this package, 1"),
+        ('{"version": 1}', "version 1 is not the version of this package, 2"),
         ('{"version": 1.0}', "version must be a whole number, got 1.0"),
         ('{"version": true}', "version must be a whole number, got True"),
         ('{"family": "triton-sm90"}', "unknown kernel family 'triton-sm90'; known are"),
