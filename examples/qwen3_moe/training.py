@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state
+from tio_megatron.integrations.megatron.train_state import Restored, load_training, save_training
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
 from tio_megatron.layers.context import own_tokens
 from tio_megatron.layers.sequences import Sequences
@@ -250,6 +251,21 @@ class Training:
         """One digest of :meth:`state`, in the order of names."""
         digests = {name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest() for name, tensor in self.state()}
         return hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode()).hexdigest()
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint into ``folder`` and make it the newest there. Every rank calls it."""
+        state = {"step": self.step_number, "position": {"next_step": self.step_number}, "settings": self._settings()}
+        return save_training(folder, self.model, self.optimizer, self.schedule, self.config, **state)
+
+    def resume(self, folder: Path) -> Restored:
+        """Go on where the newest checkpoint in ``folder`` stopped, whatever layout wrote it. Every rank calls it."""
+        found = load_training(folder, self.model, self.optimizer, self.schedule, self.config, settings=self._settings())
+        self.step_number = found.position["next_step"]
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        """Of the recipe, what decides the future; where the first weights came from does not."""
+        return {name: value for name, value in asdict(self.recipe).items() if name != "model"}
 
     def close(self) -> None:
         """Leave Megatron's groups."""

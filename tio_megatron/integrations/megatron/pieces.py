@@ -70,7 +70,17 @@ def pieces(model: torch.nn.Module, shape: ModelShape, place: Place | None = None
     model, place = unwrap(model), place or Place.current()
     table = tensor_table(shape)
     for parameter, weight in model.named_parameters():
-        yield from _pieces_of(parameter, weight if values is None else values[parameter], model, shape, table, place)
+        yield from pieces_of(parameter, weight if values is None else values[parameter], model, shape, table, place)
+
+
+def tensor_names(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, tuple[str, ...]]]:
+    """Each parameter of this rank with the HF tensors it belongs to, a vocabulary shard that is all padding included."""
+    model, place, table = unwrap(model), Place.current(), tensor_table(shape)
+    for name, parameter in model.named_parameters():
+        if name in VOCABULARY:
+            yield parameter, (_vocabulary_tensor(name, shape),)
+        else:
+            yield parameter, tuple(piece.name for piece in pieces_of(name, parameter, model, shape, table, place))
 
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -88,10 +98,10 @@ _ALIKE = {
 """Parameters of a layer that are one HF tensor, cut as the table says."""
 
 
-def _pieces_of(name: str, weight: torch.Tensor, model: torch.nn.Module, shape: ModelShape, table: dict[str, TensorSpec], place: Place) -> Iterator[Piece]:
+def pieces_of(name: str, weight: torch.Tensor, model: torch.nn.Module, shape: ModelShape, table: dict[str, TensorSpec], place: Place) -> Iterator[Piece]:
+    """What ``weight``, in the place of the parameter ``name``, holds; see :func:`pieces`."""
     if name in VOCABULARY:
-        embedded = name == VOCABULARY[0] or shape.tied
-        yield from _vocabulary_rows(table["model.embed_tokens.weight" if embedded else "lm_head.weight"], weight, place, name)
+        yield from _vocabulary_rows(table[_vocabulary_tensor(name, shape)], weight, place, name)
         return
     if name == "decoder.final_layernorm.weight":
         yield _cut(table["model.norm.weight"], weight, 1, 0, name)
@@ -117,6 +127,10 @@ def _pieces_of(name: str, weight: torch.Tensor, model: torch.nn.Module, shape: M
             yield _cut(table[f"{where}down_proj.weight"], weight, place.etp, place.etp_rank, name)
     else:
         raise ValueError(f"{name}: no HF tensor is known for this parameter")
+
+
+def _vocabulary_tensor(name: str, shape: ModelShape) -> str:
+    return "model.embed_tokens.weight" if name == VOCABULARY[0] or shape.tied else "lm_head.weight"
 
 
 def _cut(spec: TensorSpec, view: torch.Tensor, parts: int, index: int, name: str) -> Piece:

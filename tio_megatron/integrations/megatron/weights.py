@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,12 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def export_weights(
-    model: torch.nn.Module, config: CheckpointConfig, *, destination: int | None = 0, values: Mapping[str, torch.Tensor] | None = None
+    model: torch.nn.Module,
+    config: CheckpointConfig,
+    *,
+    destination: int | None = 0,
+    values: Mapping[str, torch.Tensor] | None = None,
+    before: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every HF tensor, whole and on the CPU, one at a time, in the order of the table.
 
@@ -42,6 +47,7 @@ def export_weights(
         config: the checkpoint's configuration.
         destination: the rank that gets the tensors (others get none), or None for every rank.
         values: tensors to export in place of the parameters, by the parameter's name, of its shape and of ``config``'s type.
+        before: called on every rank before each tensor with its bytes; what it raises on every rank ends the export.
 
     Raises:
         ValueError: some elements are held by no rank, or ranks overlap.
@@ -53,6 +59,8 @@ def export_weights(
     dtype, device = getattr(torch, config.dtype), next(unwrap(model).parameters()).device
     receives = destination is None or destination == rank
     for name, spec in tensor_table(config.shape).items():
+        if before is not None:
+            before(spec.numel * dtype.itemsize)
         whole = torch.empty(spec.shape, dtype=dtype) if receives else None
         for axis, start, stop, owner in _covering(spec, owners.get(name, {})):
             part = mine[name, start].detach() if owner == rank else None
