@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from examples.qwen3_moe import elastic
 from examples.qwen3_moe.training import Cut, Recipe, Training, parse
 from tio_megatron.contract import Contract
 from tio_megatron.testing import run_ranks
@@ -108,13 +109,14 @@ def _rank(rank: int, recipe: Recipe, cut: Cut, contract: Contract | None) -> tup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the table. Status 0 when all rows are equal and the control's differ, else 1."""
+    """Run the table and the elastic rows. Status 0 when all are equal and the controls differ, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python -m examples.qwen3_moe.matrix_train --quick")
     parser.add_argument("--steps", type=int, default=20, help="Adam steps (default: 20)")
     parser.add_argument("--quick", action="store_true", help="a few of the rows")
     parser.add_argument("--rows", help="only rows whose layout contains this text")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations (default: bfloat16)")
     parser.add_argument("--no-control", action="store_true", help="leave the stock packages out")
+    parser.add_argument("--no-elastic", action="store_true", help="leave out the runs that change their layout half-way (--rows does too)")
     parser.add_argument("--out", type=Path, default=Path("out/matrix-train"), help="folder of report.json (default: out/matrix-train)")
     options = parser.parse_args(arguments)
     chosen = [ROWS[i] for i in QUICK] if options.quick else [cut for cut in ROWS if not options.rows or options.rows in str(cut)]
@@ -128,12 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         contract = Contract(grain=32)
         rows = _run_all(console, recipe, chosen, contract, "rows")
         control = [] if options.no_control else _run_all(console, recipe, CONTROL, None, "stock")
+        pairs = elastic.PAIRS[: elastic.QUICK] if options.quick else elastic.PAIRS
+        pairs = () if options.no_elastic or options.rows or options.steps < 2 else pairs
+        resumed, forgetful = _run_elastic(console, recipe, contract, Path(folder), rows[0].sha256, pairs)
     _show(console, rows, control)
+    _show_elastic(console, resumed, forgetful)
     equal = len({outcome.sha256 for outcome in rows}) == 1
     differs = not control or len({outcome.sha256 for outcome in control}) > 1
     report = {
         "rows": [outcome.row() for outcome in rows],
         "control": [outcome.row() for outcome in control],
+        "elastic": [outcome.row() for outcome in resumed],
+        "elastic_control": [outcome.row() for outcome in forgetful],
         "equal": equal,
         "steps": options.steps,
         "contract": json.loads(contract.to_json()),
@@ -148,7 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stock = "not run" if not control else "differ" if differs else "are equal: no control"
     last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]}); stock layouts {stock}"
     console.print(last, soft_wrap=True)
-    return 0 if equal and differs else 1
+    whole = all(outcome.equal for outcome in resumed) and not any(outcome.equal for outcome in forgetful)
+    if resumed:
+        missed = ", ".join(f"{outcome.left_out} {'does not show' if outcome.equal else 'shows'}" for outcome in forgetful)
+        count = sum(outcome.equal for outcome in resumed)
+        last = f"{count} of {len(resumed)} runs that change their layout at step {resumed[0].step} end with those bytes; left out on purpose: {missed}"
+        console.print(last, soft_wrap=True)
+    return 0 if equal and differs and whole else 1
 
 
 def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Contract | None, what: str) -> list[Outcome]:
@@ -160,6 +174,32 @@ def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Co
             found.append(run(recipe, cut, contract))
             progress.advance(task)
     return found
+
+
+def _run_elastic(
+    console: Console, recipe: Recipe, contract: Contract, folder: Path, wanted: str, pairs: Sequence[tuple[Cut, Cut]]
+) -> tuple[list[elastic.Resumed], list[elastic.Resumed]]:
+    if not pairs:
+        return [], []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("elastic", total=len(pairs) + len(elastic.LEFT_OUT))
+
+        def told(what: str) -> None:
+            progress.update(task, description=what)
+            progress.advance(task)
+
+        return elastic.run(recipe, contract, folder, wanted, pairs, told)
+
+
+def _show_elastic(console: Console, rows: Sequence[elastic.Resumed], control: Sequence[elastic.Resumed]) -> None:
+    if not rows:
+        return
+    table = Table("written in", "resumed in", "seconds", "", "sha256 of weights, main parameters and moments")
+    for outcome in (*rows, *control):
+        verdict = "same bytes" if outcome.equal else "other bytes"
+        where = f"{outcome.resumed}{f', without {outcome.left_out}' if outcome.left_out else ''}"
+        table.add_row(str(outcome.written), where, str(outcome.seconds), verdict, outcome.sha256[:32])
+    console.print(table)
 
 
 def _show(console: Console, rows: Sequence[Outcome], control: Sequence[Outcome]) -> None:
