@@ -194,8 +194,8 @@ def test_a_kill_that_follows_the_plain_way_is_caught(tmp_path):
 
 def test_a_disk_that_is_too_small_is_seen_before(tmp_path):
     save(tmp_path, 5, seed=1)
-    with pytest.raises(CheckpointError, match=r"needs .* GiB, .* are free on that disk; the last good one is .*step-00000005"), TrainingDraft(tmp_path, 6, 1 << 60):
-        pass
+    with pytest.raises(CheckpointError, match=r"needs .* GiB, .* are free on that disk; the last good one is .*step-00000005"):
+        TrainingDraft(tmp_path, 6, 1 << 60)
     assert check(tmp_path, {1}) == 1
 
 
