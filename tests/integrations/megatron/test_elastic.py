@@ -22,7 +22,7 @@ from tio_megatron.checkpoint import Checkpoint, CheckpointError, damaged_files, 
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron import train_state
 from tio_megatron.integrations.megatron.weights import export_weights
-from tio_megatron.testing import RankError, run_ranks
+from tio_megatron.testing import RankError, assert_same_bytes, run_ranks
 from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=32, vocab_size=300)
@@ -31,7 +31,7 @@ MODELS = {
     "moe": MOE | SMALL | EXPERTS,
     "tied": MOE | SMALL | EXPERTS | {"tie_word_embeddings": True},
     "fp32": MOE | SMALL | EXPERTS | {"torch_dtype": "float32"},
-    "dense": DENSE | SMALL | {"intermediate_size": 96},
+    "dense": DENSE | SMALL | {"intermediate_size": 96, "num_key_value_heads": 2},
 }
 CONTRACT = Contract(grain=32)
 STEPS, HALF = 4, 2
@@ -247,6 +247,47 @@ def allowed(rank, recipe, half):
 def test_a_field_may_differ_when_it_is_named(moe):
     ((rates, steps),) = run_ranks(1, allowed, moe[0], moe[1], timeout=200)
     assert rates == {1e-3} and steps == HALF  # after two of two warm-up steps, at this run's rate
+
+
+def without_a_schedule(rank, recipe, root):
+    training = Training(recipe, parse("tp1"), CONTRACT)
+    training.step()
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.125
+    arguments = training.model, training.optimizer, None, training.config
+    train_state.save_training(root, *arguments, step=1)
+    for group in training.optimizer.param_groups:
+        group["lr"], group["step"] = 0.5, 9
+    found = train_state.load_training(root, *arguments)
+    assert {(group["lr"], group["step"]) for group in training.optimizer.param_groups} == {(0.125, 1)}
+    with pytest.raises(CheckpointError, match="it was saved without a schedule, and resumes the same way"):
+        train_state.load_training(root, *arguments[:2], training.schedule, training.config)
+    training.close()
+    return found.position, found.settings
+
+
+def test_a_caller_that_sets_rates_has_them_back(tmp_path):
+    assert run_ranks(1, without_a_schedule, recipe_of(tmp_path), tmp_path / "root", timeout=200) == [({}, {})]
+
+
+def weights_on_their_way(rank, recipe, root):
+    """Weights that the distributed optimizer gathers only with the next forward pass."""
+    from examples.qwen3_moe import training as module
+
+    stock = module.DistributedDataParallelConfig
+    module.DistributedDataParallelConfig = lambda **fields: stock(**fields, overlap_param_gather=True)
+    training = Training(recipe, parse("dp2", distributed_optimizer=True, overlap=True), CONTRACT)
+    for _ in range(2):  # the first has rate 0
+        training.step()
+    folder = training.save(root)
+    if rank == 0:
+        with Checkpoint(folder / "model") as weights, Checkpoint(folder / "param") as main:
+            assert_same_bytes(dict(weights.tensors()), {name: tensor.bfloat16() for name, tensor in main.tensors()})
+    training.close()
+
+
+def test_weights_that_are_gathered_late_are_saved_as_they_are(tmp_path):
+    run_ranks(2, weights_on_their_way, recipe_of(tmp_path), tmp_path / "root", timeout=200)
 
 
 def half_added(rank, recipe, root):
