@@ -19,7 +19,7 @@ AGAINST = (
 """Name, dtype, environment and goal. The second row is what stock does on a processor without bf16 instructions, on one that has them."""
 
 
-def configuration(dtype: str):
+def configuration(dtype: str, experts: int = 128):
     """Qwen3-30B-A3B's own sizes with fewer layers and a smaller vocabulary."""
     from tio_megatron.checkpoint import CheckpointConfig
 
@@ -31,7 +31,7 @@ def configuration(dtype: str):
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
             "head_dim": 128,
-            "num_experts": 128,
+            "num_experts": experts,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,

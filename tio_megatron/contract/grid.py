@@ -18,16 +18,22 @@ class Grid:
         bits: counts in ``2 ** E``, as a power of two.
         split: where the second integer takes over, as a power of two of counts.
         first: the exponent of a count before any partial is known.
+        first_split: ``split`` until then: wider, so that the first step of an unscaled loss needs no second integer.
     """
 
     bits: int
     split: int
     first: int
+    first_split: int
 
-    @property
-    def capacity(self) -> int:
+    @staticmethod
+    def capacity(split: int) -> int:
         """Partials of one global batch that cannot overflow either integer."""
-        return int(2 ** (62 - self.split))
+        return int(2 ** (62 - split))
+
+    def split_of(self, largest: float) -> int:
+        """``split`` when ``largest`` is the largest partial known (0: none yet). It decides which integer a partial goes to, never a byte."""
+        return self.split if largest > 0 else self.first_split
 
     def unit(self, largest: float) -> int:
         """The exponent of a count when ``largest`` is the largest partial known (0: none yet).
@@ -37,13 +43,15 @@ class Grid:
         """
         return math.frexp(largest)[1] - self.bits if largest > 0 else self.first
 
-    def bound(self, unit: int) -> float:
+    @staticmethod
+    def bound(unit: int, split: int) -> float:
         """Partials of at least this size do not fit in the second integer; the step is refused."""
-        return math.ldexp(1.0, unit + 2 * self.split - 24)
+        return math.ldexp(1.0, unit + 2 * split - 24)
 
-    def needs_second(self, unit: int, largest: float) -> bool:
+    @staticmethod
+    def needs_second(unit: int, split: int, largest: float) -> bool:
         """Whether any partial went to the second integer."""
-        return largest >= math.ldexp(1.0, unit + self.split)
+        return largest >= math.ldexp(1.0, unit + split)
 
     @staticmethod
     def remember(before: float, largest: float) -> float:
@@ -51,8 +59,11 @@ class Grid:
         return max(largest, before / 2) if largest > 0 else before
 
 
-PRODUCTS = Grid(bits=38, split=40, first=-40)
-"""Matrices (a partial is a grain) and embeddings (a partial is a token): up to four million a global batch."""
+PRODUCTS = Grid(bits=38, split=40, first=-40, first_split=48)
+"""Matrices, where a partial is a grain: four million a global batch, 16384 in the first."""
 
-TERMS = Grid(bits=32, split=34, first=-34)
-"""Weights of norms: every token of every head is a partial, up to 268 million a global batch."""
+ROWS = Grid(bits=38, split=40, first=-40, first_split=40)
+"""Embeddings, where every token is a partial (and a grain, if tied to the head): four million a global batch."""
+
+TERMS = Grid(bits=32, split=34, first=-34, first_split=34)
+"""Weights of norms, where every token of every head is a partial: 268 million a global batch."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tio_megatron.contract.grid import PRODUCTS, TERMS, Grid
+from tio_megatron.contract.grid import PRODUCTS, ROWS, TERMS, Grid
 from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
 from tio_megatron.layers import grads
 from tio_megatron.layers.grains import Grains
@@ -43,6 +43,11 @@ class ParameterSum:
     end: int
     largest: float = 0.0
     terms: int = 0
+
+    @property
+    def uses_second(self) -> bool:
+        """Whether any partial (of any rank, once the peaks are agreed on) went to the second integer."""
+        return self.grid.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
 
     def open(self) -> IntegerSum:
         """The sum, to be added to.
@@ -73,9 +78,9 @@ class BufferSums:
         for number, parameter in enumerate(sorted(buffer.params, key=lambda p: buffer.param_index_map[p][0])):
             start, end, _ = buffer.param_index_map[parameter]
             name = names[parameter]
-            grid = TERMS if parameter.dim() == 1 else PRODUCTS
+            grid = _grid_of(parameter, name)
             parts = [t[start:end].view(parameter.shape) for t in (self.low, self.high)]
-            sums = IntegerSum(*parts, self.peaks[number : number + 1], grid.unit(0.0), grid.split)
+            sums = IntegerSum(*parts, self.peaks[number : number + 1], grid.unit(0.0), grid.split_of(0.0))
             parameter.main_grad = buffer.grad_data[start:end].view(parameter.shape)
             parameter.tio_sum = ParameterSum(name, parameter, sums, grid, me, start, end)
             self.parameters.append(parameter.tio_sum)
@@ -87,10 +92,13 @@ class BufferSums:
     def reset(self) -> None:
         """Empty sums, on the grid that the last step's largest partials give."""
         self.low.zero_()
+        if any(p.uses_second for p in self.parameters):
+            # New memory in place of zeros, so that what a rare large partial touched is given back.
+            self.high = untouched_zeros((self.buffer.numel,))
+            for p in self.parameters:
+                p.sums.high = self.high[p.start : p.end].view(p.parameter.shape)
         for p in self.parameters:
-            if p.grid.needs_second(p.sums.unit, float(p.sums.peak)):
-                p.sums.high.zero_()
-            p.sums.unit = p.grid.unit(p.largest)
+            p.sums.unit, p.sums.split = p.grid.unit(p.largest), p.grid.split_of(p.largest)
             p.terms = 0
         self.peaks.zero_()
         self.adding = True
@@ -100,7 +108,7 @@ class BufferSums:
         at = 0
         gaps = []
         for p in self.parameters:
-            second = p.sums.high if p.grid.needs_second(p.sums.unit, float(p.sums.peak)) else None
+            second = p.sums.high if p.uses_second else None
             # Ascending: a number is written at or before the place where its integer, and all later ones, are read.
             out = self.buffer.grad_data[p.start : p.end]
             value(self.low[p.start : p.end], None if second is None else second.view(-1), p.sums.unit, p.sums.split, out)
@@ -109,6 +117,13 @@ class BufferSums:
         for lo, hi in (*gaps, (at, self.buffer.numel)):
             self.buffer.grad_data[lo:hi].zero_()
         self.adding = False
+
+
+def _grid_of(parameter: Any, name: str) -> Grid:
+    """Both copies of a tied embedding have one grid."""
+    if parameter.dim() == 1:
+        return TERMS
+    return ROWS if "word_embeddings" in name or getattr(parameter, "shared_embedding", False) else PRODUCTS
 
 
 class IntegerSums:
@@ -220,10 +235,10 @@ def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> N
         dist.all_reduce(tied.sums.peak, op=dist.ReduceOp.MAX, group=groups.embedding)
     _refuse_bad(everything, groups)
     for sums in buffers:
-        second = [p for p in sums.parameters if p.grid.needs_second(p.sums.unit, float(p.sums.peak))]
+        second = [p for p in sums.parameters if p.uses_second]
         add_over(second, sums.buffer.data_parallel_group, second=True)
         add_over([p for p in second if groups.sums_over_tensor(p)], groups.tensor, second=True)
-    if tied is not None and tied.grid.needs_second(tied.sums.unit, float(tied.sums.peak)):
+    if tied is not None and tied.uses_second:
         add_over([tied], groups.embedding, second=True)
     for sums in buffers:
         sums.to_fp32()
@@ -255,10 +270,10 @@ def _refuse_bad(parameters: Sequence[ParameterSum], groups: Groups) -> None:
         ranks = home.buffer.data_parallel_group.size() * (groups.tensor.size() if groups.sums_over_tensor(p) else 1)
         if not peak < float("inf"):
             bad.append(f"{p.name}: NaN or infinite")
-        elif peak >= p.grid.bound(p.sums.unit):
-            bad.append(f"{p.name}: {peak:.3g}, at least {p.grid.bound(p.sums.unit):.3g}")
-        elif p.terms * ranks > p.grid.capacity:
-            bad.append(f"{p.name}: {p.terms} partial sums on each of {ranks} ranks, more than {p.grid.capacity} in all")
+        elif peak >= (bound := p.grid.bound(p.sums.unit, p.sums.split)):
+            bad.append(f"{p.name}: {peak:.3g}, at least {bound:.3g}")
+        elif p.terms * ranks > (capacity := p.grid.capacity(p.sums.split)):
+            bad.append(f"{p.name}: {p.terms} partial sums on each of {ranks} ranks, more than {capacity} in all")
     flag = torch.tensor([len(bad)])
     if dist.get_world_size() > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
