@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -115,9 +116,24 @@ def _write_tensors(draft: Path, table: Mapping[str, Any], dtype: str, tensors: I
 
 
 def _swap(draft: Path, path: Path) -> None:
-    """Give ``draft`` the name ``path``; a folder cannot replace one that has files, so an older one steps aside first."""
+    """Give ``draft`` the name ``path``. A folder that has files cannot be replaced: the two change names at once, where the system can do that;
+    else the older one steps aside first, and a kill between the two moves leaves it under its other name.
+    """
+    if not path.exists():
+        draft.rename(path)
+        return
+    if _exchange(draft, path):
+        return  # the older one is the draft now, which the caller removes
     old = path.parent / f".{path.name}.old-{os.getpid()}"
-    if path.exists():
-        path.rename(old)
+    path.rename(old)
     draft.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
