@@ -31,7 +31,7 @@ MODELS = {
     "moe": MOE | SMALL | EXPERTS,
     "tied": MOE | SMALL | EXPERTS | {"tie_word_embeddings": True},
     "fp32": MOE | SMALL | EXPERTS | {"torch_dtype": "float32"},
-    "dense": DENSE | SMALL | {"intermediate_size": 96, "num_key_value_heads": 2},
+    "dense": DENSE | SMALL | {"intermediate_size": 96},
 }
 CONTRACT = Contract(grain=32)
 STEPS, HALF = 4, 2
