@@ -36,7 +36,7 @@ from tio_megatron.kernels.logprob import entropy, entropy_backward, gather_logpr
 from tio_megatron.kernels.math import exp, log, tree_add
 from tio_megatron.kernels.norm import add_rms_norm, rms_norm, rms_norm_backward
 from tio_megatron.kernels.rope import rope, rope_backward, rope_table
-from tio_megatron.kernels.router import route, route_backward, scores
+from tio_megatron.kernels.router import balance_backward, balance_sums, balance_value, balance_weights, route, route_backward, scores
 from tio_megatron.kernels.squares import add_squares_, empty_sum, scale_
 from tio_megatron.kernels.swiglu import silu, silu_backward, swiglu, swiglu_backward
 
@@ -164,6 +164,13 @@ def _scores(s: Source) -> Iterator[tuple[str, object]]:
     yield "entropy", [turned, entropy(whole[0], turned), entropy_backward(s.floats(5), x, top, whole[0], turned, 2700)]
 
 
+def _balance(s: Source) -> Iterator[tuple[str, object]]:
+    logits, samples = s.floats(40, 37), s.below(4, 40) - 1
+    sums = balance_sums(logits, route(logits, 4)[0], samples, 3)
+    weights = balance_weights(sums, 0.01)
+    yield "balance", [sums, weights, balance_value(sums, 4), balance_backward(logits, weights, samples)]
+
+
 def results() -> Iterator[tuple[str, object]]:
     """(name, tensors) of every case, with the instruction set in force."""
     for seed, dtype in enumerate((F32, torch.bfloat16)):
@@ -172,6 +179,7 @@ def results() -> Iterator[tuple[str, object]]:
                 yield f"{name}, {'fp32' if dtype == F32 else 'bf16'}", tensors
     yield from _scores(Source(100))
     yield from _optimizer(Source(101))
+    yield from _balance(Source(102))
 
 
 class _Calls(TorchDispatchMode):

@@ -73,3 +73,46 @@ def test_empty_autograd_and_refusals() -> None:
         router.route(torch.ones(1, 8).bfloat16(), 2)
     with pytest.raises(ValueError, match="outside the 8 experts"):
         router.route_backward(torch.ones(1, 1), torch.ones(1, 8), torch.tensor([[8]]))
+
+
+@pytest.mark.parametrize("tokens, experts, top_k", [(1, 1, 1), (37, 16, 4), (70, 128, 8), (5, 33, 33)])
+def test_balance_has_the_references_bytes(isa: str, tokens: int, experts: int, top_k: int) -> None:
+    logits, samples = torch.randn(tokens, experts) * 3, torch.randint(-1, 3, (tokens,))
+    ids, _ = router.route(logits, top_k)
+    ids[samples < 0] = -1
+    sums = router.balance_sums(logits, ids, samples, 3)
+    assert_same_bytes(sums, reference.balance_sums(logits, ids, samples, 3))
+    weights = router.balance_weights(sums, 0.02)
+    assert_same_bytes(router.balance_backward(logits, weights, samples), reference.balance_backward(logits, weights, samples))
+
+
+def test_balance_does_not_depend_on_the_order_or_the_cut_of_tokens(isa: str) -> None:
+    logits, samples = torch.randn(300, 16), torch.randint(3, (300,))
+    ids, _ = router.route(logits, 4)
+    whole, order = router.balance_sums(logits, ids, samples, 3), torch.randperm(300)
+    parts = [router.balance_sums(logits[part], ids[part], samples[part], 3) for part in order.split(70)]
+    assert_same_bytes(torch.stack(parts).sum(0), whole)
+    weights = router.balance_weights(whole, 0.02)
+    assert_same_bytes(router.balance_backward(logits[order], weights, samples[order]), router.balance_backward(logits, weights, samples)[order])
+    p = router.scores(logits)
+    assert first_mismatch(p.flip(0).sum(0), p.sum(0)), "a sum in fp32 does depend on it"
+
+
+def test_balance_of_nan_and_of_nothing() -> None:
+    logits, samples = torch.randn(8, 4), torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])
+    logits[3, 1] = logits[7, 0] = float("nan")
+    ids, _ = router.route(logits, 2)
+    sums = router.balance_sums(logits, ids, samples, 4)
+    assert sums[:, -1].tolist() == [0, 1, 0, 0] and sums[:, :4].sum(1).tolist() == [4, 6, 4, 0]
+    value, weights = router.balance_value(sums, 2), router.balance_weights(sums, 1.0)
+    assert value.isnan().tolist() == [False, True, False, False] and value[3] == 0 and not weights[3].any()
+    dlogits = router.balance_backward(logits, weights, samples)
+    assert dlogits.isnan().any(1).nonzero().squeeze(1).tolist() == [3] and not dlogits[7].any()
+    even = router.balance_sums(torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3]] * 2), torch.zeros(4, dtype=torch.int64), 1)
+    assert router.balance_value(even, 2).item() == 1.0, "tokens spread evenly"
+    empty = router.balance_sums(torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 2)
+    assert empty.shape == (2, 9) and not empty.any()
+    with pytest.raises(ValueError, match="samples outside the 2 samples"):
+        router.balance_sums(logits, ids, samples, 2)
+    with pytest.raises(ValueError, match="samples reach outside"):
+        router.balance_backward(logits, weights[:1], samples)

@@ -1,4 +1,4 @@
-"""Routing on the CPU (``csrc/router.cpp``), as the operators ``tio::router_scores``, ``tio::route`` and ``tio::route_backward``."""
+"""Routing on the CPU (``csrc/router.cpp``), as operators of torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tio_megatron.kernels.operands import require
 _scores = bind("tio_router_scores", pointer, size, size, pointer, integer)
 _route = bind("tio_route", pointer, size, size, size, integer, pointer, pointer, integer)
 _gradient = bind("tio_route_backward", pointer, pointer, pointer, size, size, size, integer, pointer, integer)
+_sums = bind("tio_balance_sums", pointer, pointer, pointer, size, size, size, size, pointer, integer)
+_balance = bind("tio_balance_backward", pointer, pointer, pointer, size, size, size, pointer, integer)
 
 
 def _scores_cpu(logits: Tensor) -> Tensor:
@@ -34,6 +36,22 @@ def _route_backward_cpu(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: 
     return dlogits
 
 
+def _sums_cpu(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Tensor:
+    logits, ids, samples = logits.contiguous(), ids.contiguous(), samples.contiguous()
+    sums = ids.new_zeros(count, 2 * logits.shape[1] + 1)
+    found = _sums(logits.data_ptr(), ids.data_ptr(), samples.data_ptr(), *logits.shape, ids.shape[1], count, sums.data_ptr(), threads())
+    require(not found, "balance_sums", f"ids reach outside the {logits.shape[1]} experts, or samples outside the {count} samples")
+    return sums
+
+
+def _balance_backward_cpu(logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+    logits, weights, samples = logits.contiguous(), weights.contiguous(), samples.contiguous()
+    dlogits = logits.new_empty(logits.shape)
+    found = _balance(logits.data_ptr(), weights.data_ptr(), samples.data_ptr(), *logits.shape, len(weights), dlogits.data_ptr(), threads())
+    require(not found, "balance_backward", f"samples reach outside the {len(weights)} samples")
+    return dlogits
+
+
 def _route_fake(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
@@ -45,6 +63,16 @@ route_backward = operator(
     "route_backward(Tensor dprobs, Tensor logits, Tensor ids, bool normalise) -> Tensor",
     _route_backward_cpu,
     fake=lambda dprobs, logits, ids, normalise: logits.new_empty(logits.shape),
+)
+balance_sums = operator(
+    "balance_sums(Tensor logits, Tensor ids, Tensor samples, int count) -> Tensor",
+    _sums_cpu,
+    fake=lambda logits, ids, samples, count: ids.new_empty(count, 2 * logits.shape[1] + 1),
+)
+balance_backward = operator(
+    "balance_backward(Tensor logits, Tensor weights, Tensor samples) -> Tensor",
+    _balance_backward_cpu,
+    fake=lambda logits, weights, samples: logits.new_empty(logits.shape),
 )
 
 

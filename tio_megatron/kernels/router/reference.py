@@ -42,3 +42,26 @@ def route_backward(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool 
     if normalise:
         return torch.zeros_like(logits).scatter(1, ids, chosen * (dprobs - mean))
     return p * (torch.zeros_like(logits).scatter(1, ids, dprobs) - mean)
+
+
+def balance_sums(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Tensor:
+    """``[count, 2 E + 1]`` int64: see :func:`tio_megatron.kernels.router.balance_sums`."""
+    experts = logits.shape[1]
+    sums = torch.zeros(count, 2 * experts + 1, dtype=torch.int64)
+    for sample, chosen, p in zip(samples.tolist(), ids.tolist(), scores(logits), strict=True):
+        if sample < 0:
+            continue
+        for expert in chosen:
+            sums[sample, expert] += 1
+        if p.isnan().any():
+            sums[sample, -1] += 1
+        else:
+            sums[sample, experts:-1] += (p.double() * 2.0**40).round().to(torch.int64)
+    return sums
+
+
+def balance_backward(logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+    """``p_e (w_e - sum w p)`` with the softmax ``p`` and the weights of the token's sample; +0 for tokens of sample -1."""
+    p, w = scores(logits), weights[samples.clamp(min=0)]
+    mean = chained_sum(w * p, ROUTER_CHAIN).unsqueeze(-1)
+    return torch.where((samples >= 0).unsqueeze(-1), p * (w - mean), 0.0)
