@@ -111,6 +111,7 @@ class MicroBatch:
         tensor: the tensor-parallel group, whose ranks hold slices of the rows under sequence parallelism.
         block: both: every rank that holds a part of these samples.
         experts_over: ranks over which one copy of the experts is cut (expert-parallel size times expert-tensor-parallel size).
+        padded: packed samples have padding inside.
     """
 
     sequences: Sequences
@@ -120,6 +121,7 @@ class MicroBatch:
     tensor: Group = None
     block: Group = None
     experts_over: int = 0
+    padded: bool = False
     _known: dict[tuple[object, ...], object] = field(default_factory=dict)
 
     def labels(self, length: int, batch: int, slices: int = 1, part: int = 0) -> Tensor:
@@ -131,6 +133,14 @@ class MicroBatch:
         found = self._known[key]
         assert isinstance(found, Tensor)
         return found if slices == 1 else found.chunk(slices)[part]
+
+    def samples(self, length: int, batch: int, slices: int = 1, part: int = 0) -> Tensor:
+        """The sample of each of the same rows, counted from 0 in this micro-batch."""
+        return (self.labels(length, batch, slices, part) >> _SAMPLE) - (self.replica << 16)
+
+    def has_padding(self, length: int) -> bool:
+        """Whether some of these rows are known to be padding. Rows of unpacked samples never say so."""
+        return self.padded or self.sequences.has_tail(length)
 
     def product(self, length: int, batch: int) -> tuple[Grains, bool]:
         """Grains of whole rows (joined over ``tensor``), and whether context parallelism cuts them, so that operands must be gathered first."""

@@ -61,6 +61,18 @@ class Sequences:
         none = [torch.empty(0, dtype=torch.int64)]
         return torch.cat(samples or none), torch.cat(positions or none)
 
+    def count(self, length: int, batch: int) -> int:
+        """How many samples :meth:`rows` numbers.
+
+        >>> Sequences(torch.tensor([0, 2, 5])).count(6, 1), Sequences(torch.tensor([0, 2, 5])).count(5, 1), Sequences().count(5, 3)
+        (3, 2, 3)
+        """
+        return batch if self.starts is None else len(self.starts) - 1 + self.has_tail(length)
+
+    def has_tail(self, length: int) -> bool:
+        """Whether there are tokens behind the last start."""
+        return self.starts is not None and int(self.starts[-1]) < length * self.ranks
+
     def _chunks(self, sample: int, size: int) -> Tensor:
         """This rank's positions of a sample of ``size`` tokens."""
         if self.ranks == 1:

@@ -33,7 +33,7 @@ def enter(packed_seq_params: Any) -> None:
     known = getattr(keeper, "tio_micro_batch", None)
     groups = _groups()
     if known is None or known.grain != grain or (known.context, known.tensor, known.block) != groups:
-        known = _make(None if packed_seq_params is None else packed_starts(packed_seq_params), grain, *groups)
+        known = _make(packed_seq_params, grain, *groups)
         keeper.tio_micro_batch = known
     _current = known
 
@@ -58,7 +58,8 @@ def _groups() -> tuple[Any, Any, Any]:
     return context, tensor, block
 
 
-def _make(starts: torch.Tensor | None, grain: int, context: Any, tensor: Any, block: Any) -> MicroBatch:
+def _make(packed_seq_params: Any, grain: int, context: Any, tensor: Any, block: Any) -> MicroBatch:
+    starts = None if packed_seq_params is None else packed_starts(packed_seq_params)
     return MicroBatch(
         Sequences(starts, context.rank(), context.size()),
         grain,
@@ -67,6 +68,7 @@ def _make(starts: torch.Tensor | None, grain: int, context: Any, tensor: Any, bl
         tensor=tensor,
         block=block,
         experts_over=parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_expert_tensor_parallel_world_size(),
+        padded=starts is not None and not torch.equal(starts, packed_seq_params.cu_seqlens_q),
     )
 
 

@@ -49,16 +49,35 @@ MOE_RULES = (
 def moe_refusals(config: TransformerConfig) -> list[str]:
     """One line per option of ``config`` that an expert layer cannot obey, ``name=value: why; what would work``."""
     lines = broken(MOE_RULES, config)
-    if "sinkhorn" in _each(config.moe_router_load_balancing_type):
-        value = config.moe_router_load_balancing_type
-        lines.append(f"moe_router_load_balancing_type={value!r}: routing by sinkhorn depends on the whole batch; 'none' would work")
-    if any(_each(config.moe_aux_loss_coeff)):
-        lines.append(f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: auxiliary losses are not in the contract yet; 0.0 would work")
+    lines += _losses(config)
     if config.moe_shared_expert_intermediate_size is not None:
         lines += broken((Rule("moe_shared_expert_gate", OFF, "gated shared experts are not in the contract"),), config)
     if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or []):
         lines.append("recompute_modules='moe_act': the activation is recomputed already; 'moe' would work")
     return lines
+
+
+def _losses(config: TransformerConfig) -> list[str]:
+    """Of the balancing: the sequence-wise loss alone is in the contract, and its scale is that of losses summed over tokens."""
+    kinds, value = _each(config.moe_router_load_balancing_type), config.moe_router_load_balancing_type
+    if "sinkhorn" in kinds:
+        return [f"moe_router_load_balancing_type={value!r}: routing by sinkhorn depends on the whole batch; 'seq_aux_loss' or 'none' would work"]
+    weights = _each(config.moe_aux_loss_coeff)
+    if len(weights) != len(kinds):
+        return [f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: it must be one number for each of {kinds}; 0.0 for each would work"]
+    used = {kind: weight for kind, weight in zip(kinds, weights, strict=True) if kind != "none" and weight}
+    other = sorted(set(used) - {"seq_aux_loss"})
+    if other:
+        why = f"the value of {other[0]} depends on the micro-batch" if other[0] == "aux_loss" else f"{other[0]} is not in the contract"
+        return [f"moe_router_load_balancing_type={value!r}: {why}; 'seq_aux_loss', or moe_aux_loss_coeff=0.0 for it, would work"]
+    if any(not 0.0 < weight < float("inf") for weight in used.values()):
+        return [f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: it must be a positive number; 0.01 or 0.0 would work"]
+    if used and not config.calculate_per_token_loss:
+        return [
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: with calculate_per_token_loss=False its share depends on the micro-batches; "
+            "calculate_per_token_loss=True would work"
+        ]
+    return []
 
 
 def refuse_moe(config: TransformerConfig) -> None:
