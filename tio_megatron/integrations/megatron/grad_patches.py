@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from tio_megatron.integrations.megatron.grad_sums import BufferSums, Groups, ParameterSum, Works, add_over, reduce_bucket, settle, sums_of
+from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
 from tio_megatron.integrations.megatron.optimizer_refusals import check_ddp
 from tio_megatron.integrations.patching import Patch
 
@@ -45,9 +46,16 @@ def finalize_weighted_grads(model: Sequence[Any], num_tokens: Any = None, **more
     """megatron-core's ``finalize_model_grads`` without the division by the tokens of the global batch.
 
     For losses whose weights count every token once already. Give it as ``config.finalize_model_grads_func``.
+
+    Raises:
+        ValueError: the model has an auxiliary loss. It is added to losses summed over tokens, and divided with them.
     """
     from megatron.core.distributed import finalize_model_grads
 
+    for sums in sums_of(model):
+        sums.seen.weighted = True
+        if has_balance_loss(get_model_config(model[0])):
+            raise ValueError("finalize_weighted_grads: seq_aux_loss is divided by the tokens of the batch; use finalize_model_grads, or moe_aux_loss_coeff=0.0")
     finalize_model_grads(model, None, **more)
 
 
@@ -128,8 +136,10 @@ def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         stock = original(self, param)
 
         def checked(*unused: Any) -> None:
-            if hasattr(param, "tio_sum") and param.grad is not None and not param.grad_added_to_main_grad:
-                raise RuntimeError(f"gradient of {param.tio_sum.name}: it came through autograd, from a layer that is not ours; its order is unknown")
+            # Our layers return no gradient, or zeros where DDP insists on one.
+            if hasattr(param, "tio_sum") and param.grad is not None and (not self.ddp_config.overlap_grad_reduce or bool(param.grad.any())):
+                # Raising here would leave the other ranks waiting: it is noted, and all ranks raise when the gradients are finalized.
+                param.tio_sum.foreign = param.grad_added_to_main_grad = True
             stock(*unused)
 
         return checked

@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from tio_megatron.contract.grid import PRODUCTS, ROWS, TERMS, Grid
+from tio_megatron.integrations.megatron.grad_refusals import Seen, refuse_bad_step
 from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
 from tio_megatron.layers import grads
 from tio_megatron.layers.grains import Grains
-
-
-class BadGradient(ArithmeticError):
-    """A gradient that cannot be summed; raised on all ranks. Weights, optimizer and the state of the sums are as before the step."""
 
 
 @dataclass
@@ -31,7 +29,7 @@ class ParameterSum:
     """The sum of one parameter's shard and what its logical tensor has to remember between steps.
 
     ``largest`` is the largest partial assumed for the next step (``R`` of the contract); part of a checkpoint. ``terms`` counts the partials
-    that this rank added.
+    that this rank added. ``foreign``: a gradient came from elsewhere and was left out.
     """
 
     name: str
@@ -43,6 +41,7 @@ class ParameterSum:
     end: int
     largest: float = 0.0
     terms: int = 0
+    foreign: bool = False
 
     @property
     def uses_second(self) -> bool:
@@ -72,6 +71,7 @@ class BufferSums:
         self.high = untouched_zeros((buffer.numel,))
         self.peaks = torch.zeros(len(buffer.params))
         self.adding = True
+        self.seen = Seen()
         buffer.grad_data = self.low.view(torch.float32)[: buffer.numel]
         me = weakref.ref(self)
         self.parameters: list[ParameterSum] = []
@@ -99,8 +99,9 @@ class BufferSums:
                 p.sums.high = self.high[p.start : p.end].view(p.parameter.shape)
         for p in self.parameters:
             p.sums.unit, p.sums.split = p.grid.unit(p.largest), p.grid.split_of(p.largest)
-            p.terms = 0
+            p.terms, p.foreign = 0, False
         self.peaks.zero_()
+        self.seen = Seen()
         self.adding = True
 
     def to_fp32(self) -> None:
@@ -195,9 +196,9 @@ def reduce_bucket(bucket: Any, group: Any, *, scatter: bool, wait: bool) -> list
 
 
 def sums_of(model: Iterable[Any]) -> Iterator[BufferSums]:
-    """The sums of all buffers of a model's chunks; chunks without (a model that was wrapped outside ``apply()``) have none."""
+    """The sums of all buffers of a model's chunks; chunks without (not wrapped, or outside ``apply()``) have none."""
     for chunk in model:
-        for buffer in getattr(chunk, "buffers", []) + getattr(chunk, "expert_parallel_buffers", []):
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers if isinstance(chunk, DistributedDataParallel) else []:
             if hasattr(buffer, "tio_sums"):
                 yield buffer.tio_sums
 
@@ -222,7 +223,9 @@ def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> N
         groups: which ranks share what.
 
     Raises:
-        BadGradient: on all ranks of the world, when any partial is NaN, infinite or too large, or there are too many.
+        ValueError: on all ranks of the world, when a loss function returned no count of tokens, or the whole batch has none.
+        RuntimeError: on all ranks, when a gradient came from a layer that is not ours.
+        BadGradient: on all ranks, when any partial is NaN, infinite or too large, or there are too many.
     """
     buffers = list(sums_of(model))
     everything = [p for sums in buffers for p in sums.parameters]
@@ -233,7 +236,7 @@ def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> N
                 dist.all_reduce(sums.peaks, op=dist.ReduceOp.MAX, group=group)
     if tied is not None:
         dist.all_reduce(tied.sums.peak, op=dist.ReduceOp.MAX, group=groups.embedding)
-    _refuse_bad(everything, groups)
+    refuse_bad_step(everything, [sums.seen for sums in buffers], groups)
     for sums in buffers:
         second = [p for p in sums.parameters if p.uses_second]
         add_over(second, sums.buffer.data_parallel_group, second=True)
@@ -260,23 +263,3 @@ class Groups:
         """Whether the ranks of tensor parallelism hold parts of this sum: slices of the tokens, or heads."""
         heads = self.qk_norm and ("q_layernorm" in p.name or "k_layernorm" in p.name)
         return heads or self.sequence_parallel and bool(getattr(p.parameter, "sequence_parallel", False))
-
-
-def _refuse_bad(parameters: Sequence[ParameterSum], groups: Groups) -> None:
-    bad = []
-    for p in parameters:
-        peak, home = float(p.sums.peak), p.home()
-        assert home is not None
-        ranks = home.buffer.data_parallel_group.size() * (groups.tensor.size() if groups.sums_over_tensor(p) else 1)
-        if not peak < float("inf"):
-            bad.append(f"{p.name}: NaN or infinite")
-        elif peak >= (bound := p.grid.bound(p.sums.unit, p.sums.split)):
-            bad.append(f"{p.name}: {peak:.3g}, at least {bound:.3g}")
-        elif p.terms * ranks > (capacity := p.grid.capacity(p.sums.split)):
-            bad.append(f"{p.name}: {p.terms} partial sums on each of {ranks} ranks, more than {capacity} in all")
-    flag = torch.tensor([len(bad)])
-    if dist.get_world_size() > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if int(flag):
-        named = "; ".join(bad[:4]) + (f"; and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "on another rank"
-        raise BadGradient(f"this step's gradients cannot be used ({named}). Nothing was changed: lower the learning rate or skip the batch")

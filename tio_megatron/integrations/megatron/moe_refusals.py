@@ -80,6 +80,11 @@ def _losses(config: TransformerConfig) -> list[str]:
     return []
 
 
+def has_balance_loss(config: TransformerConfig) -> bool:
+    """Whether a model that was not refused has the sequence-wise auxiliary loss."""
+    return bool(config.num_moe_experts) and "seq_aux_loss" in _each(config.moe_router_load_balancing_type) and any(_each(config.moe_aux_loss_coeff))
+
+
 def refuse_moe(config: TransformerConfig) -> None:
     """Refuse a config whose expert layers cannot obey the contract.
 

@@ -13,6 +13,7 @@ from tio_megatron import collectives
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron.grad_patches import grad_patches
 from tio_megatron.integrations.megatron.optimizer_patches import optimizer_patches
+from tio_megatron.integrations.megatron.schedule_patches import schedule_patches
 from tio_megatron.integrations.patching import Patch
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -49,6 +50,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{MAPPINGS}:_gather_along_first_dim", gather, why="gloo refuses uneven sizes; bytes are only moved", stock="even gathers"),
         *grad_patches(),
         *optimizer_patches(),
+        *schedule_patches(),
     ]
 
 
