@@ -8,8 +8,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,26 @@ ROWS = (
     parse("cp4+ep1+etp1+allgather", recompute=True),
 )
 QUICK = (0, 3, 6, 10, 14, 17, 24, 31)
-"""Rows of ``--quick``, four ranks at most."""
+"""Rows of ``--quick``, four ranks at most; so is ``QUICK_AUX``."""
+
+AUX_LOSS = 0.02
+ROWS_AUX = (
+    parse("tp1"),
+    parse("tp1", micro_batch=4, recompute=True),
+    parse("tp1", micro_batch=8, packed=True),
+    parse("dp2", micro_batch=2, order="interleaved", overlap=True, distributed_optimizer=True),
+    parse("tp2+ep2+allgather", micro_batch=2),
+    parse("pp2", packed=True, micro_batch=2),
+    parse("cp2+tp2+ep2", order="interleaved"),
+    parse("cp2", packed=True, micro_batch=4),
+)
+"""The same training with the sequence-wise auxiliary loss, by a coefficient of ``AUX_LOSS``."""
+QUICK_AUX = (0, 2, 4)
 
 CONTROL = (parse("tp1", grouped=False), parse("tp2+ep2", grouped=False))
 """The stock packages, unpatched: two layouts that should give the same."""
+
+TABLES = ((ROWS, QUICK), (ROWS_AUX, QUICK_AUX))
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-elastic", action="store_true", help="leave out the runs that change their layout half-way (--rows does too)")
     parser.add_argument("--out", type=Path, default=Path("out/matrix-train"), help="folder of report.json (default: out/matrix-train)")
     options = parser.parse_args(arguments)
-    chosen = [ROWS[i] for i in QUICK] if options.quick else [cut for cut in ROWS if not options.rows or options.rows in str(cut)]
+    chosen, chosen_aux = (
+        [table[i] for i in quick] if options.quick else [cut for cut in table if not options.rows or options.rows in str(cut)] for table, quick in TABLES
+    )
     if options.steps < 1 or not chosen:
         parser.error("there must be at least one step and one row")
     console = Console()
@@ -129,16 +147,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = Recipe(model, steps=options.steps)
         contract = Contract(grain=32)
         rows = _run_all(console, recipe, chosen, contract, "rows")
+        rows_aux = _run_all(console, replace(recipe, aux_loss=AUX_LOSS), chosen_aux, contract, "with auxiliary loss")
         control = [] if options.no_control else _run_all(console, recipe, CONTROL, None, "stock")
         pairs = elastic.PAIRS[: elastic.QUICK] if options.quick else elastic.PAIRS
         pairs = () if options.no_elastic or options.rows or options.steps < 2 else pairs
         resumed, forgetful = _run_elastic(console, recipe, contract, Path(folder), rows[0].sha256, pairs)
-    _show(console, rows, control)
+    _show(console, {"": rows, "auxiliary loss: ": rows_aux, "stock: ": control})
     _show_elastic(console, resumed, forgetful)
-    equal = len({outcome.sha256 for outcome in rows}) == 1
+    same, same_aux = _most(rows), _most(rows_aux)
+    no_effect = bool(rows_aux) and rows_aux[0].sha256 == rows[0].sha256
+    equal = same == len(rows) and same_aux == len(rows_aux) and not no_effect
     differs = not control or len({outcome.sha256 for outcome in control}) > 1
     report = {
         "rows": [outcome.row() for outcome in rows],
+        "rows_aux": [outcome.row() for outcome in rows_aux],
         "control": [outcome.row() for outcome in control],
         "elastic": [outcome.row() for outcome in resumed],
         "elastic_control": [outcome.row() for outcome in forgetful],
@@ -152,9 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = options.out / "report.json.part"
     partial.write_text(json.dumps(report, indent=1))
     os.replace(partial, options.out / "report.json")
-    same = max((sum(o.sha256 == r.sha256 for o in rows) for r in rows), default=0)
     stock = "not run" if not control else "differ" if differs else "are equal: no control"
-    last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]}); stock layouts {stock}"
+    last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]})"
+    if rows_aux:
+        last += f"; {same_aux} of {len(rows_aux)} with the auxiliary loss ({rows_aux[0].sha256[:16]}{', which has no effect' if no_effect else ''})"
+    last += f"; stock layouts {stock}"
     console.print(last, soft_wrap=True)
     whole = all(outcome.equal for outcome in resumed) and not any(outcome.equal for outcome in forgetful)
     if resumed:
@@ -202,9 +226,14 @@ def _show_elastic(console: Console, rows: Sequence[elastic.Resumed], control: Se
     console.print(table)
 
 
-def _show(console: Console, rows: Sequence[Outcome], control: Sequence[Outcome]) -> None:
+def _most(rows: Sequence[Outcome]) -> int:
+    """How many have one digest."""
+    return max((sum(o.sha256 == r.sha256 for o in rows) for r in rows), default=0)
+
+
+def _show(console: Console, groups: Mapping[str, Sequence[Outcome]]) -> None:
     table = Table("layout", "loss", "norm", "seconds", "sha256 of weights, main parameters and moments")
-    for mark, outcome in [("", o) for o in rows] + [("stock: ", o) for o in control]:
+    for mark, outcome in [(mark, outcome) for mark, rows in groups.items() for outcome in rows]:
         loss = f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}"
         table.add_row(f"{mark}{outcome.cut}", loss, f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
     console.print(table)

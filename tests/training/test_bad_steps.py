@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from examples.qwen3_moe import training
