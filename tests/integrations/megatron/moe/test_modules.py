@@ -29,7 +29,6 @@ from tio_megatron.testing import RankError, assert_same_bytes, first_mismatch, r
 REFUSED = [
     ("moe_router_load_balancing_type", "sinkhorn"),
     ("moe_router_load_balancing_type", ["seq_aux_loss", "sinkhorn"]),
-    ("moe_aux_loss_coeff", 0.01),
     ("moe_aux_loss_coeff", [0.0, 0.01]),
     ("moe_z_loss_coeff", 1e-3),
     ("moe_input_jitter_eps", 0.1),
@@ -75,6 +74,41 @@ def test_an_option_that_would_change_a_sum_is_refused_by_name(name, value):
         moe_spec(spec, config)
     with pytest.raises(ValueError, match=name):
         OrderedMoELayer(config)
+
+
+@pytest.mark.parametrize(
+    "kind, coefficient, line",
+    [
+        ("aux_loss", 0.01, "moe_router_load_balancing_type='aux_loss': the value of aux_loss depends on the micro-batch; 'seq_aux_loss', or moe_aux_loss"),
+        ("global_aux_loss", 0.01, "moe_router_load_balancing_type='global_aux_loss': global_aux_loss is not in the contract; 'seq_aux_loss'"),
+        (["seq_aux_loss", "global_aux_loss"], [0.01, 0.01], "moe_router_load_balancing_type=['seq_aux_loss', 'global_aux_loss']: global_aux_loss"),
+        (["seq_aux_loss", "aux_loss"], 0.01, "moe_aux_loss_coeff=0.01: it must be one number for each of ['seq_aux_loss', 'aux_loss']"),
+        ("seq_aux_loss", -0.01, "moe_aux_loss_coeff=-0.01: it must be a positive number"),
+        ("seq_aux_loss", float("nan"), "moe_aux_loss_coeff=nan: it must be a positive number"),
+        ("seq_aux_loss", 0.01, None),
+        (["seq_aux_loss", "aux_loss"], [0.01, 0.0], None),
+        ("aux_loss", 0.0, None),
+        ("none", 0.01, None),
+    ],
+)
+def test_only_the_loss_of_whole_samples_is_served(kind, coefficient, line):
+    config = world.config(world.Row(), calculate_per_token_loss=True)
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = kind, coefficient
+    lines = moe_refusals(config)
+    assert not lines if line is None else len(lines) == 1 and lines[0].startswith(line), lines
+
+
+def test_an_auxiliary_loss_is_added_to_losses_summed_over_tokens():
+    config = world.config(world.Row(), moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
+    assert moe_refusals(config)[0].endswith("calculate_per_token_loss=True would work")
+
+
+def test_an_auxiliary_loss_must_know_its_samples():
+    row = world.Row()
+    fields = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01, calculate_per_token_loss=True)
+    p = world.problem(row)
+    with pytest.raises(RankError, match="run the layer inside its model"):
+        world.run(row, lambda rank: world.step(world.build(row, **fields), row, p.x, p.dout))
 
 
 def test_a_gate_on_shared_experts_is_refused():
