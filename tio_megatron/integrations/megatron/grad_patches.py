@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from tio_megatron.integrations.megatron import micro_batches
 from tio_megatron.integrations.megatron.grad_sums import BufferSums, Groups, ParameterSum, Works, add_over, reduce_bucket, settle, sums_of
 from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
 from tio_megatron.integrations.megatron.optimizer_refusals import check_ddp
@@ -37,6 +38,12 @@ def grad_patches() -> tuple[Patch, ...]:
             sum_over_tensor,
             why="norms and routers under sequence parallelism, query and key norms",
             stock="parameters averaged over tensor parallelism: they are refused",
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
+            recompute,
+            why="a part of a layer that runs again, after later micro-batches began, must know whose rows it has",
+            stock="recomputation itself",
         ),
         Patch(f"{FINALIZE}:_allreduce_word_embedding_grads", finish, why="tied embeddings; the last sum before gradients are scaled"),
     )
@@ -164,6 +171,22 @@ def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         self.grad_reduce_handle = Works(works) if overlap else None
 
     return start_grad_sync
+
+
+def recompute(original: Any) -> Any:
+    """``CheckpointFunction.forward``: the second run has the micro-batch of the first."""
+
+    @functools.wraps(original.__func__)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        batch = micro_batches.current()
+
+        def again(*inputs: Any) -> Any:
+            micro_batches.resume(batch)
+            return run_function(*inputs)
+
+        return original.__func__(ctx, again, *args)
+
+    return staticmethod(forward)
 
 
 def sum_over_tensor(original: Callable[..., None]) -> Callable[..., None]:

@@ -38,6 +38,12 @@ def enter(packed_seq_params: Any) -> None:
     _current = known
 
 
+def resume(batch: MicroBatch | None) -> None:
+    """The micro-batch that was :func:`current` at another time runs again."""
+    global _current
+    _current = batch
+
+
 def leave() -> None:
     """Forget the micro-batch."""
     global _current
