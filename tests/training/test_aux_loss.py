@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, ge
 
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import finalize_weighted_grads
+from tio_megatron.integrations.megatron import finalize_weighted_grads, micro_batches
 from tio_megatron.layers import balance
 from tio_megatron.testing import RankError, assert_same_bytes, first_mismatch, run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
@@ -96,6 +96,29 @@ def test_recomputation_counts_it_once():
     values = alone()[1]["seq_load_balancing_loss"]
     assert values.shape == (2,) and (values > 0.9 * 4).all() and (values < 2.0 * 4).all(), "four samples, of about 1 each"
     assert first_mismatch(values, values * 2)
+
+
+class Parts(Training):
+    """Recomputes expert layers alone."""
+
+    def _fields(self):
+        return super()._fields() | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def test_recomputing_a_part_of_a_layer_keeps_its_micro_batch(monkeypatch):
+    """In a pipeline, later micro-batches have begun by then; here each is packed in its own way."""
+
+    def main(rank, kind, cut):
+        run = kind(replace(recipe(), samples=8), cut, Contract(grain=8))
+        for _ in range(2):
+            run.step()
+        return run.sha256()
+
+    cut = parse("pp2", packed=True, micro_batch=2)
+    expected = set(run_ranks(1, main, Training, parse("tp1"), timeout=120))
+    assert set(run_ranks(2, main, Parts, cut, timeout=120)) == expected
+    monkeypatch.setattr(micro_batches, "resume", lambda batch: None)
+    assert set(run_ranks(2, main, Parts, cut, timeout=120)) != expected
 
 
 def test_the_log_adds_up_over_the_ranks_of_a_sample():

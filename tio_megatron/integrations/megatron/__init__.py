@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "BadGradient": "grad_sums",
+    "BadGradient": "grad_refusals",
     "Scores": "scoring",
     "finalize_weighted_grads": "grad_patches",
     "gpt_layer_spec": "specs",
