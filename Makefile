@@ -68,7 +68,7 @@ setup: $(PACKAGE_DONE)  ## make .venv with the locked dependencies and the packa
 demo: setup  ## the main job: Megatron and vLLM in many layouts, logdiff 0 in each (ARGS=--quick: within 2 minutes)
 	@PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh $(ARGS)
 
-matrix-train: setup  ## training in 36 layouts (8 with an auxiliary loss) and changing them half-way: one SHA-256 of weights and optimizer (ARGS=--quick: 8 of them)
+matrix-train: setup  ## training in 36 layouts, 8 with an auxiliary loss, and changing them half-way: one SHA-256 of weights and optimizer (ARGS=--quick: a few of them)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m examples.qwen3_moe.matrix_train $(ARGS)
 
 test: setup  ## the tests that CI runs
