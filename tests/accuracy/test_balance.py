@@ -58,7 +58,7 @@ def norms(path):
         return norm
 
     recipe = Recipe(write_tiny(path, MOE, torch_dtype="float32", vocab_size=1024), steps=1, samples=3, shortest=9, longest=24)
-    return [[run_ranks(1, main, loss, contract, timeout=120)[0] for loss in (0.0, 0.5)] for contract in (Contract(), None)]
+    return [[run_ranks(1, main, loss, contract, timeout=300)[0] for loss in (0.0, 0.5)] for contract in (Contract(), None)]
 
 
 def test_its_size_is_stocks_for_micro_batches_of_one_sample(tmp_path):

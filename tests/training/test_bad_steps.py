@@ -141,7 +141,7 @@ def train(rank, cut, bad):
 
 @functools.cache
 def undisturbed():
-    return run_ranks(1, train, parse("tp1"), (), timeout=120)[0][0]
+    return run_ranks(1, train, parse("tp1"), (), timeout=300)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def undisturbed():
     ids=str,
 )
 def test_every_rank_says_the_same_and_nothing_has_changed(cut):
-    results = run_ranks(cut.layout.ranks, train, cut, tuple(BAD), timeout=120)
+    results = run_ranks(cut.layout.ranks, train, cut, tuple(BAD), timeout=300)
     assert [digest for digest, _ in results] == [undisturbed()] * len(results)
     messages = [messages for _, messages in results]
     assert messages == messages[:1] * len(messages) and set(messages[0]) == {*BAD, "twice"}
@@ -174,7 +174,7 @@ def test_a_bad_step_that_is_taken_changes_the_run():
             run.step()
         return run.sha256()
 
-    assert run_ranks(1, one_more, timeout=120) != [undisturbed()]
+    assert run_ranks(1, one_more, timeout=300) != [undisturbed()]
 
 
 @pytest.mark.parametrize("cut", [parse("ep4"), pytest.param(parse("tp4+ep4+allgather"), marks=pytest.mark.full)], ids=str)
@@ -188,7 +188,7 @@ def test_experts_and_ranks_without_tokens_are_ordinary(cut):
             run.step()
         return run.sha256()
 
-    assert set(run_ranks(cut.layout.ranks, main, cut, timeout=120)) == set(run_ranks(1, main, parse("tp1"), timeout=120))
+    assert set(run_ranks(cut.layout.ranks, main, cut, timeout=300)) == set(run_ranks(1, main, parse("tp1"), timeout=300))
 
 
 def test_a_batch_that_does_not_divide_is_refused_by_all():
@@ -197,4 +197,4 @@ def test_a_batch_that_does_not_divide_is_refused_by_all():
         with pytest.raises(ValueError, match="a global batch of 4 samples does not divide by 2 data-parallel ranks times micro-batch 3"):
             run.step()
 
-    run_ranks(2, main, timeout=120)
+    run_ranks(2, main, timeout=300)
