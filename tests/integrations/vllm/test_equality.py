@@ -123,4 +123,3 @@ def test_stock_vllm_differs(moe: tuple[Path, Path]) -> None:
         assert same < 6 * len(answers) / 2
         with pytest.raises(ValueError, match="does not answer tio_contract"):
             rollout_contract(stock.llm)
-

@@ -96,6 +96,7 @@ def test_refused_by_name(config: Any, path: str, value: Any, words: str) -> None
         (dict(enable_lora=True), "LoRA"),
         (dict(block_size=96), "block_size 96: use a multiple of 64"),
         (dict(pipeline_parallel_size=2), "pipeline parallelism"),
+        (dict(enforce_eager=False, compilation_config=dict(mode=1)), "compilation mode STOCK_TORCH_COMPILE: leave the mode out"),
     ],
 )
 def test_refused_when_the_engine_is_started(active: None, moe: tuple[Path, Path], options: dict[str, Any], words: str) -> None:

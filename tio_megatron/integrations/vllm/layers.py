@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from tio_megatron.collectives import all_reduce
 from tio_megatron.integrations.vllm.building import current
+from tio_megatron.integrations.vllm.opaque import Opaque
 from tio_megatron.integrations.vllm.weights import OneCopy
 from tio_megatron.kernels.embedding import embedding
 from tio_megatron.kernels.linear import PackedWeight, linear
@@ -103,7 +104,7 @@ class TioQKVParallelLinear(_Column, QKVParallelLinear):
     """Query, key and value heads, cut by TP; key/value heads are repeated when there are fewer than ranks."""
 
 
-class TioRowParallelLinear(FixedOrder, RowParallelLinear):
+class TioRowParallelLinear(Opaque, FixedOrder, RowParallelLinear):
     """The summed axis is cut by TP: each rank owns a node of the tree, partial sums travel in fp32, one rounding at the root."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,15 +116,21 @@ class TioRowParallelLinear(FixedOrder, RowParallelLinear):
             raise ValueError(f"{self.prefix}: only parallel input with reduced results is covered")
         self.leaves = current().contract.leaves_of(ROW_AXES[name], self.input_size, self.tp_size, self.prefix)
         self.group = get_tp_group().device_group if self.tp_size > 1 else None
+        self.become_opaque(self.prefix)
 
     def forward(self, input_: torch.Tensor) -> Any:
         """``input_`` [T, K / TP] -> [T, N], the whole sum on every rank."""
-        if self.group is None:
-            y = linear(input_, self.packed, leaves=self.leaves)
-        else:
-            partial = linear(input_, self.packed, leaves=self.leaves, out_dtype=torch.float32)
-            y = all_reduce(partial, self.group, out_dtype=input_.dtype)
+        y = linear(input_, self.packed, leaves=self.leaves) if self.group is None else self.call(input_)
         return (y, None) if self.return_bias else y
+
+    def compute(self, x: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+        """The sum over the ranks."""
+        partial = linear(x, self.packed, leaves=self.leaves, out_dtype=torch.float32)
+        return all_reduce(partial, self.group, out_dtype=x.dtype)
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N]."""
+        return x.new_empty(x.shape[0], self.output_size)
 
 
 class TioGateLinear(FixedOrder, GateLinear):
@@ -193,7 +200,7 @@ class SealVocabulary(UnquantizedEmbeddingMethod):
         return layer.logits(x)
 
 
-class TioVocabParallelEmbedding(OneCopy, VocabParallelEmbedding):
+class TioVocabParallelEmbedding(Opaque, OneCopy, VocabParallelEmbedding):
     """Every row has one owner: rows are moved, not summed. Its rows lie as they are; packed, once a head shares them."""
 
     packed: PackedWeight
@@ -208,6 +215,7 @@ class TioVocabParallelEmbedding(OneCopy, VocabParallelEmbedding):
         self.first_row = self.shard_indices.org_vocab_start_index
         self.group = get_tp_group().device_group if self.tp_size > 1 else None
         self.tied = False
+        self.become_opaque("embedding")
 
     def pack_for(self, head: TioParallelLMHead) -> None:
         """Hold the rows packed, as ``head`` reads them."""
@@ -224,15 +232,23 @@ class TioVocabParallelEmbedding(OneCopy, VocabParallelEmbedding):
         Raises:
             ValueError: an id outside the vocabulary. vLLM itself looks only where a tokenizer is loaded.
         """
-        if input_.numel():
-            low, high = torch.aminmax(input_)
+        return self.call(input_)
+
+    def compute(self, x: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+        """The rows of the ids ``x``."""
+        if x.numel():
+            low, high = torch.aminmax(x)
             if low < 0 or high >= self.org_vocab_size:
                 raise ValueError(f"token ids {int(low)} to {int(high)} are not inside the vocabulary of {self.org_vocab_size}")
-        rows = embedding(input_.long(), self.packed if self.tied else self.weight.data, self.first_row)
+        rows = embedding(x.long(), self.packed if self.tied else self.weight.data, self.first_row)
         if self.group is not None:
             # All ranks but the owner hold zero bits, so an integer sum moves the owner's bits unchanged.
             torch.distributed.all_reduce(rows.view(torch.int32), group=self.group)
         return rows
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H]."""
+        return torch.empty(x.shape[0], self.embedding_dim, dtype=self.weight.dtype, device=x.device)
 
 
 class TioParallelLMHead(OneCopy, ParallelLMHead):

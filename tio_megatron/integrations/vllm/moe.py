@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from tio_megatron.integrations.vllm.building import current
+from tio_megatron.integrations.vllm.opaque import Opaque
 from tio_megatron.integrations.vllm.weights import OneCopy
 from tio_megatron.kernels.grouped import PackedExperts
 from tio_megatron.kernels.router import route
@@ -56,10 +57,10 @@ class FixedOrderExperts(FusedMoEMethodBase):
 
     def apply_monolithic(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [T, H], ``router_logits`` [T, E] fp32 -> [T, H]."""
-        return layer.experts(x, router_logits)
+        return layer.call(x, router_logits)
 
 
-class TioRoutedExperts(OneCopy, RoutedExperts):
+class TioRoutedExperts(Opaque, OneCopy, RoutedExperts):
     """The experts of one layer on this rank: cut by TP, or whole experts with expert parallelism."""
 
     w13: PackedExperts
@@ -94,15 +95,21 @@ class TioRoutedExperts(OneCopy, RoutedExperts):
         self.etp_group = get_tp_group().device_group if cut > 1 else None
         self.keep_packed("w13_weight", "w13", PackedExperts.from_weights, current().ledger)
         self.keep_packed("w2_weight", "w2", PackedExperts.from_weights, current().ledger)
+        self.become_opaque(self.layer_name)
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
         if quant_config is not None:
             raise ValueError(f"{prefix}: quantization {quant_config.get_name()} is not covered")
         return FixedOrderExperts(moe_config)
 
-    def experts(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, H], ``logits`` [T, E] fp32 -> the experts' sum [T, H], the same on every rank."""
-        ids, probs = route(logits, self.top_k, self.renormalize)
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H]."""
+        return torch.empty_like(x)
+
+    def compute(self, x: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+        """``x`` [T, H], ``second`` the logits [T, E] fp32 -> the experts' sum [T, H], the same on every rank."""
+        assert second is not None
+        ids, probs = route(second, self.top_k, self.renormalize)
         return experts_replicated(
             x,
             ids,

@@ -97,6 +97,7 @@ def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
 
 
 def _engine(config: VllmConfig) -> Iterator[str]:
+    from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
     model, cache = config.model_config, config.cache_config
@@ -125,6 +126,8 @@ def _engine(config: VllmConfig) -> Iterator[str]:
         yield "kv_transfer_config: leave it out"
     if config.load_config.load_format not in _LOAD_FORMATS:
         yield f"load_format {config.load_config.load_format}: use one of {', '.join(_LOAD_FORMATS)}"
+    if config.compilation_config.mode not in (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE):
+        yield f"compilation mode {config.compilation_config.mode.name}: leave the mode out (vLLM on a CPU traces once), or use enforce_eager=True"
     if config.use_v2_model_runner:
         yield "model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0"
 

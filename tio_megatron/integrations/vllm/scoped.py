@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode, VllmConfig
-from vllm.logger import init_logger
+from vllm.config import VllmConfig
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import attention as stock_attention
@@ -23,9 +22,8 @@ from tio_megatron.checkpoint import tensor_table
 from tio_megatron.integrations.vllm import layers, moe, plugin, refusals
 from tio_megatron.integrations.vllm.attention import TioAttentionBackend
 from tio_megatron.integrations.vllm.building import Build, building
+from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.weights import Ledger
-
-logger = init_logger(__name__)
 
 REPLACEMENTS = {**layers.REPLACEMENTS, **moe.REPLACEMENTS}
 
@@ -60,11 +58,10 @@ class _FixedOrderModel:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         contract = plugin.active()
         refusals.check(vllm_config, contract)
-        compilation = vllm_config.compilation_config
-        if compilation.mode != CompilationMode.NONE:
-            # A compiler may contract or reorder what stays between our operators.
-            logger.info("tio_megatron: the model runs uncompiled")
-            compilation.mode = CompilationMode.NONE
+        # vLLM keeps compiled graphs by the hash of its configuration, and the contract's numbers are in them.
+        vllm_config.additional_config = {**(vllm_config.additional_config or {}), ARGUMENT: contract.to_dict()}
+        # Nothing elementwise stays between our operators today; if something ever does, it is rounded where eager mode rounds it.
+        vllm_config.compilation_config.inductor_compile_config["emulate_precision_casts"] = True
         build = Build(contract)
         with swapped(build):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
