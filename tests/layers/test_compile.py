@@ -29,6 +29,7 @@ from tio_megatron.layers.router import route_tokens, router_logits
 from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_embedding, vocab_logits, vocab_logprob
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 
+pytestmark = pytest.mark.usefixtures("compiling")
 Tensor = torch.Tensor
 S, B, H, HEADS, GROUPS, D, E, K, INNER, V = 8, 2, 64, 4, 2, 32, 4, 3, 32, 300
 DTYPE = torch.bfloat16
@@ -112,30 +113,32 @@ def run(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, 
     return y.detach(), torch.autograd.grad(y, leaves, dy)
 
 
-def compiled(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(function, **options)
+def compiled(function: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The same, compiled."""
+    found = run(torch.compile(function, **options), inputs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    return found
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in CASES])
 def test_graph_and_eager_agree(name: str) -> None:
     """Captured, differentiated ahead of time and decomposed, then run by torch's own kernels: what every backend starts from."""
     function, inputs = CASES[name]
-    assert_same_bytes(run(function, inputs), run(compiled(function, backend="aot_eager_decomp_partition", fullgraph=name in WHOLE), inputs))
+    assert_same_bytes(run(function, inputs), compiled(function, inputs, backend="aot_eager_decomp_partition", fullgraph=name in WHOLE))
 
 
 def test_stock_operators_are_opened() -> None:
     """Negative control: torch's log-softmax is decomposed, and gives other bytes."""
     inputs = [normal(64, 256).float()]
     function = partial(f.log_softmax, dim=-1)
-    assert first_mismatch(run(function, inputs), run(compiled(function, backend="aot_eager_decomp_partition"), inputs))
+    assert first_mismatch(run(function, inputs), compiled(function, inputs, backend="aot_eager_decomp_partition"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_inductor_and_eager_agree(name: str) -> None:
     function, inputs = CASES[name]
-    assert_same_bytes(run(function, inputs), run(compiled(function, options=CASTS, fullgraph=name in WHOLE), inputs))
+    assert_same_bytes(run(function, inputs), compiled(function, inputs, options=CASTS, fullgraph=name in WHOLE))
 
 
 @pytest.mark.full
@@ -146,5 +149,5 @@ def test_inductor_must_be_told_to_round() -> None:
     def sums(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return a + b + c
 
-    assert first_mismatch(run(sums, inputs), run(compiled(sums), inputs))
-    assert_same_bytes(run(sums, inputs), run(compiled(sums, options=CASTS), inputs))
+    assert first_mismatch(run(sums, inputs), compiled(sums, inputs))
+    assert_same_bytes(run(sums, inputs), compiled(sums, inputs, options=CASTS))

@@ -13,7 +13,7 @@ from tio_megatron.contract import Layout
 from tio_megatron.testing import assert_same_bytes, first_mismatch
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("compiling")]
 TOKENS = torch.randint(700, (2, 41), generator=torch.Generator().manual_seed(5))
 INDUCTOR = dict(backend="inductor", options={"emulate_precision_casts": True})
 
