@@ -100,6 +100,7 @@ class TestRareValues:
         dy, x = torch.ones(3, 13), torch.stack([values, values.roll(1), torch.full_like(values, -0.0)])
         (total,) = both(13, len(values), dy, x, bounds(1, 1, 1))
         assert total.high.any() and total.peak.item() == values.abs().max().item()
+        both(13, len(values), dy, x, bounds(*[1] * 12), order=torch.arange(12) % 3)
 
     @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
     def test_not_finite(self, isa: str, bad: float) -> None:

@@ -179,13 +179,13 @@ int run(Problem& problem, int threads) {
     {
       FloatMode mode;
       Scratch<float> stack(size_t(depth * tile));
-      Scratch<uint64_t> sums{size_t(tile)};
-      if (!stack.get() || !sums.get()) failed = 1;
+      Scratch<int64_t> counts{size_t(tile)};
+      if (!stack.get() || !counts.get()) failed = 1;
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < pack_count; i++) pack(packings[i], problem.order);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t t = 0; t < count; t++)
-        if (!failed) tasks[t].peak = TIO_PICK(sum_task)(tasks[t], stack.get(), sums.get());
+        if (!failed) tasks[t].peak = TIO_PICK(sum_task)(tasks[t], stack.get(), counts.get());
     }
     if (failed) return 1;
     for (const IntegerTask& task : tasks) raise(task.target->peak, task.peak);

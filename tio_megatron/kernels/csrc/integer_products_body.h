@@ -1,8 +1,12 @@
 #include "counts.h"
-// Sums of products over tokens inside one task. A tile of the output stays in the cache while all its grains pass.
+// Sums of products over tokens inside one task. All grains of an output tile pass before the next tile.
 
 // Rows (columns of dy) and columns (columns of x) of a tile: its chains hide the latency of fma and fill the registers.
 constexpr int kTileRows = W == 16 ? 12 : 6, kTileColumns = 2 * W;
+
+// Grains from which on a tile's counts are summed in a place of their own.
+constexpr int kTileGrains = 8;
+
 TIO_FN int tile_rows_of() { return kTileRows; }
 TIO_FN int tile_columns_of() { return kTileColumns; }
 
@@ -48,7 +52,7 @@ TIO_INLINE void chain_tile(const float* a, const float* b, int64_t terms, F (&ac
   }
 }
 
-// The partial of one grain: its chains joined by the tree. Stack: [depth][row][column].
+// The partial of one grain, its chains joined by the tree. Stack: [depth][row][column].
 template <int R>
 TIO_INLINE void grain_tile(const float* a, const float* b, int64_t terms, float* stack, F (&acc)[R][2]) {
   if (terms <= kChain) return chain_tile<R>(a, b, terms, acc);
@@ -73,31 +77,34 @@ TIO_INLINE void grain_tile(const float* a, const float* b, int64_t terms, float*
   }
 }
 
-// A tile with a partial that is large or not finite: one by one.
-TIO_FN void add_large(const float* partial, int rows, int columns, const Grid& grid, uint64_t* tile, int64_t* high, int64_t high_row) {
+// A partial of a tile that is large or not finite somewhere: one by one.
+__attribute__((noinline, cold)) TIO_FN void add_large(const float* partial, int rows, int columns, const Grid& grid, int64_t* low, int64_t low_row, int64_t* high,
+                                                      int64_t high_row) {
   for (int i = 0; i < rows; i++)
     for (int j = 0; j < columns; j++) {
       const float p = partial[i * kTileColumns + j];
-      const bool large = magnitude_bits(p) >= grid.large;
-      tile[i * kTileColumns + j] += (large ? 0 : grid.count(p)) + kCountBits;
-      if (large) high[i * high_row + j] += grid.high_count(p);
+      int64_t* to = low + i * low_row + j;
+      if (magnitude_bits(p) < grid.large) *to = int64_t(uint64_t(*to) + grid.count(p));
+      else high[i * high_row + j] += grid.high_count(p);
     }
 }
 
-// All grains of one tile: returns the bits of the largest |partial|.
+// Adds a tile of counts to the target.
+TIO_FN void add_tile(const int64_t* tile, int rows, int columns, int64_t* low, int64_t low_row) {
+  for (int i = 0; i < rows; i++, low += low_row, tile += kTileColumns) {
+    int j = 0;
+    for (; j + W / 2 <= columns; j += W / 2) store_long(low + j, load_long(low + j) + load_long(tile + j));
+    for (; j < columns; j++) low[j] = int64_t(uint64_t(low[j]) + uint64_t(tile[j]));
+  }
+}
+
+// All grains of one tile, each partial added to `low`: the target, or a tile that is whole. Returns the bits of the largest |partial|.
 template <int R>
-TIO_INLINE uint32_t sum_tile(const float* a, const float* b, const IntegerTask& task, int columns, float* stack, uint64_t* tile, int64_t* low, int64_t* high) {
+TIO_INLINE uint32_t sum_tile(const float* a, const float* b, const IntegerTask& task, int columns, float* stack, int64_t* low, int64_t low_row, int64_t* high) {
   const IntegerTarget& target = *task.target;
   const D scale = set1_double(target.grid.scale);
   const I large = set1(int32_t(target.grid.large));
   I peak = set1(0);
-  uint64_t bias = 0;
-#pragma GCC unroll 16
-  for (int i = 0; i < 4 * R; i++) store_long(tile + i * W / 2, L{});
-  for (int i = 0; i < R; i++) {
-    const char* line = reinterpret_cast<const char*>(low + i * target.low_row);
-    for (int64_t at = 0; at < columns * 8; at += 64) __builtin_prefetch(line + at, 1);
-  }
   for (int64_t g = task.grain0; g < task.grain1; g++) {
     const int64_t first = task.starts[g] - task.row0, terms = task.starts[g + 1] - task.starts[g];
     if (!terms) continue;
@@ -107,59 +114,57 @@ TIO_INLINE uint32_t sum_tile(const float* a, const float* b, const IntegerTask& 
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) top = larger(top, larger(magnitude(acc[i][0]), magnitude(acc[i][1])));
     peak = larger(peak, top);
-    bias += kCountBits;
     if (__builtin_expect(any_at_least(top, large), 0)) {
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
         store(stack + i * kTileColumns, acc[i][0]);
         store(stack + i * kTileColumns + W, acc[i][1]);
       }
-      add_large(stack, R, columns, target.grid, tile, high, target.high_row);
+      add_large(stack, R, columns, target.grid, low, low_row, high, target.high_row);
       continue;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
       for (int j = 0; j < 2; j++) {
-        uint64_t* at = tile + i * kTileColumns + j * W;
+        int64_t* at = low + i * low_row + j * W;
         L one, two;
         shifted(acc[i][j], scale, one, two);
-        store_long(at, load_long(at) + one);
-        store_long(at + W / 2, load_long(at + W / 2) + two);
+        store_long(at, load_long(at) + one - set1_long(kCountBits));
+        store_long(at + W / 2, load_long(at + W / 2) + two - set1_long(kCountBits));
       }
-  }
-  for (int i = 0; i < R; i++) {
-    char* to = reinterpret_cast<char*>(low + i * target.low_row);
-    int j = 0;
-    for (; j + W / 2 <= columns; j += W / 2) store_long(to + j * 8, load_long(to + j * 8) + load_long(tile + i * kTileColumns + j) - set1_long(bias));
-    for (; j < columns; j++) {
-      uint64_t sum;
-      std::memcpy(&sum, to + j * 8, 8);
-      sum += tile[i * kTileColumns + j] - bias;
-      std::memcpy(to + j * 8, &sum, 8);
-    }
   }
   return largest(peak);
 }
 
-// Scratch: the stack of grain_tile, then the tile.
-TIO_FN uint32_t sum_task(const IntegerTask& task, float* stack, uint64_t* tile) {
+// Scratch: the stack of grain_tile, and a tile of counts.
+TIO_FN uint32_t sum_task(const IntegerTask& task, float* stack, int64_t* tile) {
   uint32_t peak = 0;
+  const IntegerTarget& target = *task.target;
   for (int64_t n = task.left0; n < task.left1; n += kTileRows)
     for (int64_t k = task.right0; k < task.right1; k += kTileColumns) {
       const int rows = int(task.left1 - n < kTileRows ? task.left1 - n : kTileRows), columns = int(task.right1 - k < kTileColumns ? task.right1 - k : kTileColumns);
       const float *a = task.left + (n - task.left_first) * task.rows, *b = task.right + (k - task.right_first) * task.rows;
-      int64_t *low = task.target->low + n * task.target->low_row + k, *high = task.target->high + n * task.target->high_row + k;
+      int64_t *low = target.low + n * target.low_row + k, *high = target.high + n * target.high_row + k;
+      for (int i = 0; i < rows; i++) {
+        const char* line = reinterpret_cast<const char*>(low + i * target.low_row);
+        for (int64_t at = 0; at < columns * 8; at += 64) __builtin_prefetch(line + at, 1);
+      }
+      // Rows of the target lie apart, which makes their lines displace each other in the cache: a tile pays from some grains on.
+      const bool apart = task.grain1 - task.grain0 >= kTileGrains || columns < kTileColumns;
+      if (apart) std::memset(tile, 0, sizeof(int64_t) * kTileRows * kTileColumns);
+      int64_t *to = apart ? tile : low, to_row = apart ? kTileColumns : target.low_row;
       uint32_t found = 0;
       switch (rows) {
-#define TIO_CASE(R)                                                                                      \
-  case R:                                                                                                \
-    if constexpr (R <= kTileRows) found = sum_tile<R>(a, b, task, columns, stack, tile, low, high); \
+#define TIO_CASE(R)                                                                                         \
+  case R:                                                                                                   \
+    if constexpr (R <= kTileRows) found = sum_tile<R>(a, b, task, columns, stack, to, to_row, high); \
     break;
         TIO_CASE(1) TIO_CASE(2) TIO_CASE(3) TIO_CASE(4) TIO_CASE(5) TIO_CASE(6)
         TIO_CASE(7) TIO_CASE(8) TIO_CASE(9) TIO_CASE(10) TIO_CASE(11) TIO_CASE(12)
 #undef TIO_CASE
       }
+      if (apart) add_tile(tile, rows, columns, low, target.low_row);
       peak = found > peak ? found : peak;
     }
   return peak;
