@@ -107,12 +107,13 @@ def _right(dy: torch.Tensor, x: torch.Tensor, grain: int) -> bool:
 def _memory() -> dict[str, Any]:
     """Bytes an element takes once partials have been added, by the pages that came to be resident; an fp32 gradient takes 4."""
     n, k = 4096, 4096
-    dy, x = torch.randn(256, n).bfloat16(), torch.randn(256, k).bfloat16()
+    dy, x = torch.randn(256, n).bfloat16() * 1e-4, torch.randn(256, k).bfloat16()  # partials below `large`, as gradients of a mean loss are
     total = IntegerSum(untouched_zeros((n, k)), untouched_zeros((n, k)), torch.zeros(1))
     before = _resident()
     add_products(total, dy, x, starts=torch.tensor([0, 256]))
     each = (_resident() - before) / (n * k)
-    return {"name": "resident bytes per element of a sum / those of fp32", "ratio": each / 4, "goal": 2.1, "met": each <= 8.4, "note": f"{each:.2f} bytes"}
+    name = "resident bytes per element of a sum / those of an fp32 gradient"
+    return {"name": name, "ratio": each / 4, "goal": 2.1, "met": each <= 8.4, "note": f"{each:.2f} bytes"}
 
 
 def _resident() -> int:
