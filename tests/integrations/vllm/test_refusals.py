@@ -14,7 +14,8 @@ import torch
 from tests.integrations.vllm import checkpoints
 from tests.integrations.vllm.engines import Engine
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.vllm import engine_options, plugin, refusals
+from tio_megatron.integrations.vllm import engine_options, plugin, refusals, rollout_contract
+from tio_megatron.testing.qwen3 import MOE, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,30 @@ def test_refused_by_name(config: Any, path: str, value: Any, words: str) -> None
 def test_refused_when_the_engine_is_started(active: None, moe: tuple[Path, Path], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         engine_config(moe[0], **options)
+
+
+def test_a_dtype_that_is_not_the_checkpoints_must_be_asked_for(active: None, tmp_path: Path) -> None:
+    """vLLM's auto computes a float32 checkpoint in bfloat16; a trainer of it would not, and every token would differ."""
+    folder = write_tiny(tmp_path / "fp32", MOE, torch_dtype="float32")
+    with pytest.raises(ValueError, match="the checkpoint is float32, but dtype='auto' makes vLLM compute in bfloat16.*pass dtype='float32'"):
+        engine_config(folder)
+    for dtype in ("float32", "bfloat16"):
+        assert engine_config(folder, dtype=dtype).model_config.dtype == getattr(torch, dtype)
+
+
+def test_a_worker_without_the_plug_in_is_told_from_other_errors() -> None:
+    class Off:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def collective_rpc(self, method: str, **_: Any) -> None:
+            raise RuntimeError(self.text)
+
+    for text in ("method tio_contract is not implemented", "Worker failed with error ''CPUWorker' object has no attribute 'tio_contract''"):
+        with pytest.raises(ValueError, match="tio_megatron is on in the trainer only"):
+            rollout_contract(Off(text))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rollout_contract(Off("out of memory"))
 
 
 def test_a_layout_that_misses_the_leaves_says_what_would_work(config: Any) -> None:

@@ -40,6 +40,7 @@ def refuse_early(stock: Callable[..., Any]) -> Callable[..., Any]:
         config = stock(self, *args, **kwargs)
         if contract is not None:
             refusals.check(config, contract)
+            refusals.check_dtype(self.dtype, config)
         return config
 
     return create_engine_config

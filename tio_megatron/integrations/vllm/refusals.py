@@ -76,6 +76,28 @@ def check(config: VllmConfig, contract: Contract) -> None:
         raise ValueError("tio_megatron does not cover:\n  " + "\n  ".join(found))
 
 
+def check_dtype(asked: str | torch.dtype, config: VllmConfig) -> None:
+    """Refuse an engine that computes in another dtype than its checkpoint's without having been told to: a trainer of that checkpoint would not.
+
+    vLLM's ``auto`` turns float32 into bfloat16.
+
+    Args:
+        asked: the engine's ``dtype`` argument.
+        config: what vLLM made of it.
+
+    Raises:
+        ValueError: says which dtypes and what to pass.
+    """
+    model = config.model_config
+    stored = getattr(model.hf_config, "dtype", None)
+    if asked == "auto" and stored is not None and str(stored).removeprefix("torch.") != str(model.dtype).removeprefix("torch."):
+        name, ours = (str(dtype).removeprefix("torch.") for dtype in (stored, model.dtype))
+        raise ValueError(
+            f"the checkpoint is {name}, but dtype='auto' makes vLLM compute in {ours}, and a trainer of this checkpoint would not: pass dtype='{name}' "
+            f"(or dtype='{ours}' where the trainer uses that too)"
+        )
+
+
 def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
     """One line for every option that is not covered."""
     model = config.model_config

@@ -41,7 +41,8 @@ def rollout_contract(engine: Engine) -> dict[str, Any]:
     try:
         answer = dict(engine.collective_rpc("tio_contract")[0])
     except Exception as error:
-        if "not implemented" in str(error):
+        # In process vLLM says that the method is not implemented, from another process that the worker has no such attribute.
+        if "not implemented" in str(error) or "no attribute 'tio_contract'" in str(error):
             raise ValueError(_NO_ANSWER) from error
         raise
     if "off" in answer:
