@@ -16,7 +16,7 @@ from examples.qwen3_moe.prompts import Request, requests
 from examples.qwen3_moe.report import Pair
 from examples.qwen3_moe.rollout import Rollout, require_same_contract
 from examples.qwen3_moe.screen import Screen
-from examples.qwen3_moe.stages import PRETRAIN, Stage
+from examples.qwen3_moe.stages import PRETRAIN, Stage, for_model
 from examples.qwen3_moe.trainer import Trainer, pretrain
 from examples.qwen3_moe.world import World
 from tio_megatron import kernels
@@ -35,7 +35,7 @@ class Run:
     """State of one stage on every rank; recordings and children live on rank 0."""
 
     def __init__(self, options: Options, world: World, screen: Screen, contract: Contract, stage: Stage, scratch: Path, log: Path) -> None:
-        self.options, self.world, self.screen, self.contract, self.stage = options, world, screen, contract, stage
+        self.options, self.world, self.screen, self.contract, self.stage = for_model(options, stage.config), world, screen, contract, stage
         self.scratch, self.log = scratch, log
         self.weights: list[Path] = []
         self.recorded: dict[RolloutLayout, list[Recording]] = {}
@@ -155,9 +155,8 @@ class Run:
             if scores is not None:
                 self.scored.setdefault(str(options.trainer), []).append(scores)
                 found = compare(scores, self.recorded[options.rollouts[0]][number])
-                note(
-                    f"{found.nonzero} of {found.tokens} log-probabilities differ, max |logdiff| {found.max_abs:g}, {found.rows_differing} of {found.rows} rows"
-                )
+                numbers = f"max |logdiff| {found.max_abs:g}" if not found.nonfinite else f"{found.nonfinite} are not finite"
+                note(f"{found.nonzero} of {found.tokens} log-probabilities differ, {numbers}, {found.rows_differing} of {found.rows} rows")
 
     def _train(self, trainer: Trainer, engine: Rollout | None, number: int, sequences: list[list[int]], prompts: list[int]) -> None:
         """One step on the round's own samples, and the new weights into the running engine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ exit status: 0 every pair has logdiff 0; 1 some pair has not, or something faile
 
 TRAINERS = ("tp1", "tp2+ep2", "ep2+allgather", "pp2+ep2")
 ROLLOUTS = ("tp1", "tp2", "tp2+ep")
+MOST_LAYERS = {"tiny": 128, "slice": 4}
+MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,23 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
 
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
+    return value
+
+
+def _norm(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number, 0 (no clipping) or above, got {text}")
+    return value
+
+
+_rate.__name__ = _norm.__name__ = "float"  # what argparse calls the type of a word that is no number
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; those of Megatron keep Megatron's names."""
     made = Parser(
@@ -85,12 +105,12 @@ def parser() -> argparse.ArgumentParser:
     )
     megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
     megatron.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences per micro-batch (2)")
-    megatron.add_argument("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
-    megatron.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm (1.0)")
+    megatron.add_argument("--lr", type=_rate, default=1e-3, help="learning rate of Adam (0.001)")
+    megatron.add_argument("--clip-grad", type=_norm, default=1.0, help="largest gradient norm (1.0)")
     megatron.add_argument("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
     model = made.add_argument_group("checkpoint")
     model.add_argument("--model", type=Path, metavar="DIR", help="your own HF folder of Qwen3-MoE or Qwen3 (config.json, *.safetensors)")
-    model.add_argument("--checkpoint", choices=("tiny", "slice"), default="tiny", help="one made here: tiny (pre-trained), or slice (Qwen3-30B-A3B widths)")
+    model.add_argument("--checkpoint", choices=("tiny", "slice"), help="one made here: tiny (pre-trained; the default), or slice (Qwen3-30B-A3B widths)")
     model.add_argument("--num-layers", type=int, metavar="N", help="layers of the checkpoint made here (tiny 4, slice 1)")
     model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights of the checkpoint made here")
     model.add_argument("--pretrain-steps", type=int, default=300, metavar="N", help="steps that tiny is pre-trained with our Megatron (300; --quick 30)")
@@ -132,24 +152,34 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
     for name, (value, least) in least_of.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+    if a.seed > MOST_SEED:
+        raise ValueError(f"--seed must be at most {MOST_SEED} (2**63 - 1), got {a.seed}")
     new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
     if new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
-    if not a.temperature > 0:
-        raise ValueError(f"--temperature must be above 0, got {a.temperature} (half of the requests are greedy anyway)")
+    if not 0 < a.temperature < math.inf:
+        raise ValueError(f"--temperature must be above 0 and finite, got {a.temperature} (half of the requests are greedy anyway)")
     if a.model is not None and not a.model.is_dir():
         raise ValueError(f"--model {a.model}: no such folder")
+    made = [name for name, value in (("--checkpoint", a.checkpoint), ("--num-layers", a.num_layers)) if value is not None]
+    if a.model is not None and made:
+        raise ValueError(f"--model and {' and '.join(made)}: a folder of your own has its layers; leave out --model or the other")
     if a.prompts is not None and not a.prompts.is_file():
         raise ValueError(f"--prompts {a.prompts}: no such file")
-    layers = a.num_layers if a.num_layers is not None else (4 if a.checkpoint == "tiny" else 1)
-    if layers < 1 or (a.checkpoint == "slice" and layers > 4):
-        raise ValueError(f"--num-layers {layers}: {'slice has 1 to 4 layers' if a.checkpoint == 'slice' else 'must be at least 1'}")
-    cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron").expanduser()
+    checkpoint = a.checkpoint or "tiny"
+    layers = a.num_layers if a.num_layers is not None else (4 if checkpoint == "tiny" else 1)
+    if not 1 <= layers <= MOST_LAYERS[checkpoint]:
+        raise ValueError(f"--num-layers {layers}: {checkpoint} has 1 to {MOST_LAYERS[checkpoint]} layers")
+    cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron")
+    try:
+        cache = cache.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"TIO_CACHE {cache}: there is no such home folder; name a folder by its path") from error
     return Options(
         trainer=trainer,
         trainers=_once([trainer, *further]),
         rollouts=tuple(dict.fromkeys(rollouts)),
-        checkpoint=a.checkpoint,
+        checkpoint=checkpoint,
         model=a.model,
         num_layers=layers,
         dtype=a.dtype,

@@ -35,7 +35,7 @@ def requests(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperatu
     made = []
     for i, prompt in enumerate(prompts):
         made.append(Request(tuple(prompt), max_new_tokens))
-        made.append(Request(tuple(prompt), max_new_tokens, temperature, seed * 1_000_003 + round_number * 1009 + i))
+        made.append(Request(tuple(prompt), max_new_tokens, temperature, (seed * 1_000_003 + round_number * 1009 + i) % 2**63))
     return made
 
 
@@ -67,7 +67,7 @@ def read(path: Path) -> list[str | list[int]]:
     """
     prompts: list[str | list[int]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # other ends of lines that Unicode knows may stand inside a JSON string
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     for number, line in enumerate(lines, start=1):
@@ -77,9 +77,15 @@ def read(path: Path) -> list[str | list[int]]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: a number has too many digits") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}, line {number}: nested too deeply") from error
         given = entry if isinstance(entry, dict) else {}
         tokens = given.get("tokens")
         if isinstance(given.get("text"), str):
+            if any("\ud800" <= letter <= "\udfff" for letter in given["text"]):
+                raise ValueError(f"{path}, line {number}: the text has half of a surrogate pair, which is no character; write both halves, or neither")
             prompts.append(given["text"])
         elif isinstance(tokens, list) and all(type(token) is int for token in tokens):
             prompts.append(tokens)

@@ -38,6 +38,7 @@ class Pair:
             "tokens": self.found.tokens,
             "sampled": self.found.sampled,
             "nonzero": self.found.nonzero,
+            "nonfinite": self.found.nonfinite,
             "max_abs": largest if math.isfinite(largest) else "inf",
             "rows": self.found.rows,
             "rows_differing": self.found.rows_differing,
@@ -55,6 +56,8 @@ def summary(pairs: Sequence[Pair], control: Sequence[Pair]) -> str:
     same = sum(pair.found.same for pair in pairs)
     tokens = sum(pair.found.tokens for pair in pairs)
     stock = f"max {max(pair.found.max_abs for pair in control):.3g}" if control else "not run"
+    nonfinite = sum(pair.found.nonfinite for pair in control)
+    stock += f", {nonfinite} not finite" if nonfinite else ""
     return f"logdiff 0 in {same} of {len(pairs)} pairs ({tokens} tokens); stock: {stock}"
 
 
@@ -71,7 +74,8 @@ def show(console: Console, pairs: Sequence[Pair], control: Sequence[Pair]) -> No
             found = pair.found
             colour = "green" if found.same else ("red" if kind == "tio" else "yellow")
             digests = f"{found.rows_differing} of {found.rows}" if found.rows else "-"
-            numbers = [str(found.tokens), str(found.sampled), f"[{colour}]{found.nonzero}[/]", f"[{colour}]{found.max_abs:.3g}[/]", digests]
+            largest = f"{found.nonfinite} not finite" if found.nonfinite else f"{found.max_abs:.3g}"
+            numbers = [str(found.tokens), str(found.sampled), f"[{colour}]{found.nonzero}[/]", f"[{colour}]{largest}[/]", digests]
             table.add_row(kind, *((pair.checkpoint,) if several else ()), pair.trainer, pair.rollout, *numbers)
         table.add_section()
     console.print(table)

@@ -16,6 +16,7 @@ from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
+from tio_megatron.kernels.attention import MAX_HEAD
 
 PRETRAIN = {"length": 128, "sequences": 8, "lr": 3e-3}
 
@@ -51,7 +52,7 @@ def contract_for(options: Options) -> Contract:
 
 
 def check(options: Options, contract: Contract, config: CheckpointConfig) -> None:
-    """Every layout must fit the model and the contract.
+    """The kernels and Megatron must take the model, and every layout must fit the model and the contract.
 
     Raises:
         ValueError: lists what does not fit and what would work.
@@ -59,6 +60,13 @@ def check(options: Options, contract: Contract, config: CheckpointConfig) -> Non
     named = from_environment()
     if named is not None and named.vocab_size not in (None, config.shape.vocab):
         raise ValueError(f"{VARIABLE}: vocab_size is {named.vocab_size}, the checkpoint's is {config.shape.vocab}; leave it out to take that")
+    if config.shape.head_dim % 16 or config.shape.head_dim > MAX_HEAD:
+        raise ValueError(f"config.json: head_dim is {config.shape.head_dim}, the attention kernel takes a multiple of 16 up to {MAX_HEAD}")
+    if config.shape.experts and config.shape.top_k == 1 and config.normalise:
+        raise ValueError(
+            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, which makes every probability 1, and Megatron refuses it;"
+            " more experts per token, or norm_topk_prob false, would work"
+        )
     whose = "the contract" if named is None else f"the contract that {VARIABLE} names (unset it, and the job chooses one that fits the layouts)"
     for kind, layouts in (("trainer", [t.layout for t in options.trainers]), ("rollout", [r.layout for r in options.rollouts])):
         for layout in layouts:
@@ -67,6 +75,13 @@ def check(options: Options, contract: Contract, config: CheckpointConfig) -> Non
             found = [str(problem) for problem in contract.problems(fitted, config.shape)]
             if found:
                 raise ValueError(f"{kind}: layout {fitted} does not fit {whose}: {'; '.join(found)}")
+
+
+def for_model(options: Options, config: CheckpointConfig) -> Options:
+    """The options for this model: vLLM takes expert parallelism with experts alone, so without them rollout layouts that become the same are one."""
+    if config.shape.experts:
+        return options
+    return replace(options, rollouts=tuple(dict.fromkeys(replace(rollout, expert_parallel=False) for rollout in options.rollouts)))
 
 
 def configs(options: Options) -> list[CheckpointConfig]:

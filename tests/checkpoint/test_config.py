@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, Shard, tensor_table
+from tio_megatron.checkpoint.names import tensor_count
 
 from .conftest import DENSE, MOE, QWEN3_30B_A3B
 
@@ -12,7 +13,7 @@ from .conftest import DENSE, MOE, QWEN3_30B_A3B
 def test_the_table_of_the_real_model():
     config = CheckpointConfig.from_dict(QWEN3_30B_A3B)
     table = tensor_table(config.shape)
-    assert len(table) == 48 * (9 + 128 * 3) + 3 == 18867
+    assert tensor_count(config.shape) == len(table) == 48 * (9 + 128 * 3) + 3 == 18867
     assert sum(spec.numel for spec in table.values()) == 30_532_122_624
     spec = table["model.layers.47.mlp.experts.127.down_proj.weight"]
     assert (spec.shape, spec.shard, spec.axis, spec.layer, spec.expert) == ((2048, 768), Shard.ROW, 1, 47, 127)
@@ -32,6 +33,7 @@ def test_the_table_is_what_transformers_writes(architecture, tied, tmp_path):
     from tio_megatron.checkpoint import Checkpoint
 
     with Checkpoint(tmp_path) as checkpoint:
+        assert tensor_count(checkpoint.config.shape) == len(checkpoint.table)
         assert checkpoint.config.shape.tied == tied
         assert checkpoint.config.normalise or architecture == "dense"
 
@@ -60,6 +62,11 @@ def test_a_missing_field_is_named(name):
         ({"rope_theta": -1}, "rope_theta is -1"),
         ({"torch_dtype": "float16"}, "dtype is 'float16'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_theta": 10**400}, "it must be a positive number"),
+        ({"layer_types": [["full_attention"]]}, "it must be a list of names"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM', supported are"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"eos_token_id": 300}, "eos_token_id 300 is outside the vocabulary of 300"),

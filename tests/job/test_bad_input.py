@@ -1,6 +1,7 @@
 """Bad input ends in one readable line and status 2, before anything is written; one row per kind."""
 
 import importlib.metadata
+import io
 import json
 import shutil
 import signal
@@ -8,17 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from examples.qwen3_moe import early, ending, prompts, stages
+from examples.qwen3_moe import early, ending, prompts, report, stages
 from examples.qwen3_moe import world as world_module
 from examples.qwen3_moe.early import check_versions
 from examples.qwen3_moe.ending import InputProblem
+from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.main import main
 from examples.qwen3_moe.makers import make_random, tiny_config
 from examples.qwen3_moe.options import parse
 from examples.qwen3_moe.rollout import require_same_contract
 from examples.qwen3_moe.world import FirstRankFailed, World
+from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Cuts
+from tio_megatron.verify import Comparison
 
 
 @pytest.fixture
@@ -73,6 +78,17 @@ def refused(capsys, *argv: str) -> str:
         (["--out", "file/below/it"], "--out file/below/it: cannot be made, "),
         (["--out", "/proc/it"], "--out /proc/it: /proc cannot be written"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
+        (["--seed", str(2**63)], "--seed must be at most 9223372036854775807 (2**63 - 1), got 9223372036854775808"),
+        (["--lr", "nan"], "--lr: must be a finite number above 0, got nan"),
+        (["--lr", "inf"], "--lr: must be a finite number above 0, got inf"),
+        (["--lr", "-1"], "--lr: must be a finite number above 0, got -1"),
+        (["--lr", "fast"], "--lr: invalid float value: 'fast'"),
+        (["--clip-grad", "nan"], "--clip-grad: must be a finite number, 0 (no clipping) or above, got nan"),
+        (["--clip-grad", "-1"], "--clip-grad: must be a finite number, 0 (no clipping) or above, got -1"),
+        (["--temperature", "inf"], "--temperature must be above 0 and finite, got inf"),
+        (["--num-layers", "1000000000"], "--num-layers 1000000000: tiny has 1 to 128 layers"),
+        (["--model", ".", "--checkpoint", "tiny"], "--model and --checkpoint: a folder of your own"),
+        (["--model", ".", "--num-layers", "2"], "--model and --num-layers: a folder of your own"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -93,6 +109,9 @@ def test_options(work, capsys, argv, said):
         ("{", "line 1: not JSON"),
         ('{"words": "x"}', "line 1: expected"),
         ('{"tokens": [1.5]}', "line 1: expected"),
+        ('{"text": "\\ud800"}', "line 1: the text has half of a surrogate pair"),
+        ("[" * 100_000, "p.jsonl, line 1: nested too deeply"),
+        ('{"tokens": [1' + "0" * 5000 + "]}", "p.jsonl, line 1: a number has too many digits"),
         ('{"text": "hello"}', "needs a tokenizer.json in the checkpoint folder"),
     ],
 )
@@ -110,6 +129,58 @@ def test_checkpoints(work, model, capsys):
     assert "tensors missing: model.layers.0.mlp.experts.16" in refused(capsys, "--model", "model")
     (work / "model" / "model.safetensors").unlink()
     assert "neither model.safetensors nor" in refused(capsys, "--model", "model")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"layer_types": 5}, "layer_types is 5, it must be a list of names"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures is 'Qwen3MoeForCausalLM', supported are"),
+        ({"rms_norm_eps": float("nan")}, "cannot be read as JSON (NaN is no number)"),
+        ({"num_hidden_layers": 10**9}, "config.json asks for 1000000000 layers of 16 experts, 57000000003 tensors; the files hold 231"),
+        ({"num_experts": 10**9}, "config.json asks for 4 layers of 1000000000 experts"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations(work, model, capsys, fields, said):
+    shutil.copytree(model, work / "model")
+    config = json.loads((work / "model" / "config.json").read_text())
+    (work / "model" / "config.json").write_text(json.dumps(config | fields))
+    assert said in refused(capsys, "--model", "model")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deeply(work, model, capsys, name):
+    shutil.copytree(model, work / "model")
+    (work / "model" / name).write_text("[" * 100_000)
+    assert f"{name}: cannot be read as" in refused(capsys, "--model", "model")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"head_dim": 24}, "head_dim is 24, the attention kernel takes a multiple of 16 up to 256"),
+        ({"head_dim": 272}, "head_dim is 272"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1 with norm_topk_prob true"),
+    ],
+)
+def test_models_that_no_engine_takes(fields, said):
+    options = parse(["--trainers", "tp1", "--rollouts", "tp1"])
+    with pytest.raises(ValueError, match=said):
+        stages.check(options, Contract(), CheckpointConfig.from_dict(tiny_config() | fields))
+    stages.check(options, Contract(), CheckpointConfig.from_dict(tiny_config() | {"num_experts_per_tok": 1, "norm_topk_prob": False}))
+
+
+def test_without_experts_there_is_no_expert_parallelism():
+    options = parse(["--rollouts", "tp2+ep", "tp1", "tp2", "tp1+ep"])
+    dense = CheckpointConfig.from_dict(tiny_config() | {"architectures": ["Qwen3ForCausalLM"]})
+    assert stages.for_model(options, dense).rollouts == (RolloutLayout(2), RolloutLayout(1))
+    assert stages.for_model(options, CheckpointConfig.from_dict(tiny_config())) is options
+
+
+def test_a_home_that_nobody_has(work, capsys, monkeypatch):
+    monkeypatch.setenv("TIO_CACHE", "~nouser/x")
+    assert "TIO_CACHE ~nouser/x: there is no such home folder" in refused(capsys)
 
 
 def test_a_full_disk_is_said_first(work, capsys, monkeypatch):
@@ -188,6 +259,27 @@ def test_both_sides_or_none():
         require_same_contract(contract, "k1", {"contract": other.to_dict(), "kernels": "k1", "fingerprint": other.fingerprint("k1")})
     with pytest.raises(InputProblem, match="kernels: k1 / k2"):
         require_same_contract(contract, "k1", said | {"kernels": "k2", "fingerprint": contract.fingerprint("k2")})
+
+
+def test_prompts_as_other_programs_write_them(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"text": "a\u2028b\x85c"}\r\n\n{"tokens": [1]}'.encode())
+    assert prompts.read(file) == ["a\u2028b\x85c", [1]]
+
+
+def test_every_seed_gives_seeds_of_63_bits():
+    first, last = (prompts.requests([[1]], max_new_tokens=1, temperature=1.0, seed=seed, round_number=2)[1].seed for seed in (1, 2**63 - 1))
+    assert first == 1_000_003 + 2018 and 0 <= last < 2**63
+
+
+def test_what_is_no_number_does_not_look_like_success():
+    nothing = Comparison(10, 4, 0, 0.0, 10, 0, nonfinite=7)
+    pair = report.Pair("TP 1", "TP 1", nothing)
+    assert pair.to_dict()["nonfinite"] == 7
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(console, [pair], [pair])
+    assert console.export_text().count("7 not finite") == 2
+    assert report.summary([pair], [pair]) == "logdiff 0 in 0 of 1 pairs (10 tokens); stock: max 0, 7 not finite"
 
 
 def test_prompts_may_fill_the_model():

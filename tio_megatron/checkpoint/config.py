@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tio_megatron.contract import ModelShape
 
@@ -42,10 +43,10 @@ class CheckpointConfig:
         """
         path = Path(path)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; a checkpoint is an HF folder with config.json and *.safetensors") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
         if not isinstance(data, dict):
             raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -72,7 +73,7 @@ class CheckpointConfig:
             problems.append(f"dtype is {dtype or None!r}, supported are {list(DTYPES)}")
         for name, kinds in (("rms_norm_eps", (int, float)), ("max_position_embeddings", (int,))):
             value = config.get(name)
-            if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+            if not isinstance(value, kinds) or not _positive(value):
                 problems.append(f"{name} is {value!r}, it must be a positive number")
         if problems:
             raise CheckpointError("config.json: " + "; ".join(problems))
@@ -100,8 +101,10 @@ def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
             problems.append(f"{name} is {got!r}, supported is {value!r}")
     if config.get("quantization_config"):
         problems.append("quantization_config is set, quantized weights are not supported (use the bf16 checkpoint)")
-    kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
-    if kinds:
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        problems.append(f"layer_types is {kinds!r}, it must be a list of names")
+    elif kinds := sorted(set(kinds) - {"full_attention"}):
         problems.append(f"layer_types has {kinds}, supported is 'full_attention'")
     if shape.head_dim % 2:
         problems.append(f"head_dim is {shape.head_dim}, rotary positions need an even one")
@@ -125,7 +128,16 @@ def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         problems.append("partial_rotary_factor is not 1, partial rotary positions are not supported")
     theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+    if not _positive(theta):
         problems.append(f"rope_theta is {theta!r}, it must be a positive number")
         return 0.0
     return float(theta)
+
+
+def _positive(value: object) -> bool:
+    """Whether it is a finite number above zero that fp64 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")

@@ -65,6 +65,15 @@ def tensor_table(shape: ModelShape) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in _specs(shape)}
 
 
+def tensor_count(shape: ModelShape) -> int:
+    """How many tensors :func:`tensor_table` has, without making it.
+
+    >>> tensor_count(ModelShape(layers=10**9, hidden=8, heads=2, kv_heads=1, head_dim=4, vocab=16, ffn=12))
+    11000000003
+    """
+    return shape.layers * (9 + 3 * shape.experts if shape.experts else 11) + (2 if shape.tied else 3)
+
+
 def _specs(m: ModelShape) -> Iterator[TensorSpec]:
     vocabulary = (m.vocab, m.hidden)
     yield TensorSpec("model.embed_tokens.weight", vocabulary, Shard.VOCAB)

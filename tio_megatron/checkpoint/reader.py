@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
-from tio_megatron.checkpoint.names import TensorSpec, tensor_table
+from tio_megatron.checkpoint.names import TensorSpec, tensor_count, tensor_table
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,9 +39,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no such folder; a checkpoint is an HF folder with config.json and *.safetensors")
         self._open: dict[str, Any] = {}
         self.config = CheckpointConfig.from_file(self.path / "config.json")
-        self.table: dict[str, TensorSpec] = tensor_table(self.config.shape)
         self._files = self._locate()
         try:
+            self.table: dict[str, TensorSpec] = self._table()
             self._check()
         except BaseException:
             self.close()
@@ -107,7 +107,7 @@ class Checkpoint:
         if index.exists():
             try:
                 files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index}: cannot be read as an index with a weight_map ({error!r})") from error
             if not isinstance(files, dict) or any(not isinstance(f, str) or Path(f).name != f for f in files.values()):
                 raise CheckpointError(f"{index}: weight_map must map tensor names to file names in the same folder")
@@ -120,6 +120,14 @@ class Checkpoint:
             hint = f" (found {found[0]}: convert it to safetensors)" if found else ""
             raise CheckpointError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
         return {name: SINGLE for name in self._handle(SINGLE).keys()}
+
+    def _table(self) -> dict[str, TensorSpec]:
+        """What the files must hold; sizes that no such files can have are refused before every name is made."""
+        count, shape = tensor_count(self.config.shape), self.config.shape
+        if count > 10_000 + 8 * len(self._files):
+            sizes = f"{shape.layers} layers{f' of {shape.experts} experts' if shape.experts else ''}"
+            raise CheckpointError(f"{self.path}: config.json asks for {sizes}, {count} tensors; the files hold {len(self._files)}")
+        return tensor_table(shape)
 
     def _check(self) -> None:
         found = set(self._files)

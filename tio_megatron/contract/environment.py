@@ -54,7 +54,7 @@ def read(value: Contract | Mapping[str, Any] | str | Path | None) -> Setting:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"contract: not JSON ({error})") from error
     if not isinstance(value, Mapping):
         raise ValueError(f"contract: expected a contract, its fields, JSON or a path, got {type(value).__name__}")

@@ -47,10 +47,10 @@ class ModelShape:
         Raises:
             ValueError: a field is missing, or the architecture is another one.
         """
-        architectures = list(config.get("architectures") or [])
+        architectures = config.get("architectures") or []
         known = {"Qwen3MoeForCausalLM": True, "Qwen3ForCausalLM": False}
-        if len(architectures) != 1 or architectures[0] not in known:
-            raise ValueError(f"config.json: architectures is {architectures}, supported are {sorted(known)}")
+        if not isinstance(architectures, list | tuple) or list(architectures) not in [[name] for name in known]:
+            raise ValueError(f"config.json: architectures is {architectures!r}, supported are {sorted([name] for name in known)}")
         moe = known[architectures[0]]
         experts_key = "num_local_experts" if "num_local_experts" in config and "num_experts" not in config else "num_experts"
         keys = {

@@ -216,7 +216,7 @@ class Contract:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"contract: not JSON ({error})") from error
         if not isinstance(data, dict):
             raise ValueError(f"contract: expected a JSON object, got {type(data).__name__}")
