@@ -47,7 +47,7 @@ def test_options_of_megatron_have_its_names():
     )
     assert short == long and short.trainer.ranks == 4
     assert parse(["--ep", "2"], world=4).trainer.layout.dp == 4
-    with pytest.raises(ValueError, match="3 ranks do not divide by tp 2 times pp 1; start 2"):
+    with pytest.raises(ValueError, match="3 ranks do not divide by tp 2 times pp 1 times cp 1; start 2"):
         parse(["--tp", "2"], world=3)
 
 
