@@ -98,7 +98,7 @@ def errors(got, path):
         ("dense", Layout(tp=2), 2),
         ("dense", Layout(tp=4, sp=True), 1),
         ("dense tied, 2 groups", Layout(), 1),
-        ("dense tied, 2 groups", Layout(tp=4, sp=True), 1),
+        ("dense tied, 2 groups", Layout(tp=2, sp=True), 1),
         ("dense tied, 2 groups", Layout(tp=2, pp=2, sp=True), 4),
         ("moe", Layout(), 2),
         ("moe", Layout(tp=2, ep=2, etp=1, sp=True), 1),

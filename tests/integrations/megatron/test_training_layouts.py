@@ -1,10 +1,13 @@
 """Training gives the same weights, main parameters and moments however it is cut. ``make matrix-train`` is the long form."""
 
 import pytest
+from tiny_megatron import Setup, ddp, on_ranks
 from training_rows import CONTRACT, alone, trained
 
-from tio_megatron.contract import Contract
+from tio_megatron.contract import Contract, Layout
 from tio_megatron.testing import assert_same_bytes, first_mismatch
+from tio_megatron.testing.qwen3 import DENSE, write_tiny
+from tio_megatron.testing.ranks import RankError
 
 FULL = pytest.mark.full
 ROWS = [
@@ -49,3 +52,9 @@ def test_the_grain_is_part_of_the_contract():
     assert first_mismatch(alone("moe"), alone("moe", contract=Contract())) is not None
     assert_same_bytes(alone("moe", contract=Contract()), trained("moe", "tp2+ep2", contract=Contract(), micro_batch=4))
     assert CONTRACT.fingerprint() != Contract().fingerprint()
+
+
+def test_more_ranks_than_key_value_groups_are_refused(tmp_path):
+    path = write_tiny(tmp_path / "model", DENSE, num_key_value_heads=2)
+    with pytest.raises(RankError, match="tp 4 is above the 2 key/value groups.*tp up to 2 would work"):
+        on_ranks(Setup(path, Layout(tp=4, sp=True)), lambda model, setup: ddp(model) and None)
