@@ -57,7 +57,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo matrix-train test test-full check bench clean distclean
+.PHONY: help setup demo rl matrix-train test test-full check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -67,6 +67,10 @@ setup: $(PACKAGE_DONE)  ## make .venv with the locked dependencies and the packa
 
 demo: setup  ## the main job: Megatron and vLLM in many layouts, logdiff 0 in each (ARGS=--quick: within 2 minutes)
 	@PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh $(ARGS)
+
+rl: setup  ## reinforcement learning: 40 steps exactly on policy, then the stock packages, and a picture of both (out/rl)
+	@PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh rl $(ARGS)
+	PYTHON='$(abspath $(BIN))/python' bash launch/qwen3_moe.sh rl --stock $(ARGS)
 
 matrix-train: setup  ## training in 36 layouts, 8 with an auxiliary loss, and changing them half-way: one SHA-256 of weights and optimizer (ARGS=--quick: a few of them)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m examples.qwen3_moe.matrix_train $(ARGS)

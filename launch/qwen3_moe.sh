@@ -6,6 +6,8 @@
 #   torchrun --nproc-per-node 2 launch/qwen3_moe.sh --tp 2 --ep 2          the trainer's layout over two ranks
 #   bash launch/qwen3_moe.sh --help                                        every option, with examples
 #
+# And in the same ways the other job, reinforcement learning: bash launch/qwen3_moe.sh rl --help
+#
 # torchrun runs its file with Python, a person runs a .sh with a shell, so this file is both. To a shell, the next line is the command
 # ":", which does nothing, and the shell is gone (exec) before it meets the Python below. To Python, it opens a string that nobody
 # uses, and the program starts after the string's end.
@@ -36,18 +38,22 @@ def start_torchrun(argv: list[str]) -> int:
     import tempfile
 
     from examples.qwen3_moe import ending
-    from examples.qwen3_moe.options import parse
 
+    if argv[:1] == ["rl"]:
+        from examples.qwen3_moe.rl_options import parse
+    else:
+        from examples.qwen3_moe.options import parse
+    words = argv[argv[:1] == ["rl"] :]
     try:
-        options = parse(argv)
+        options = parse(words)
         count = os.environ.get("NPROC_PER_NODE") or str(options.trainer.ranks)
         if not count.isdecimal() or int(count) < 1:
             raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {options.trainer.ranks}")
-        options = parse(argv, int(count))
+        options = parse(words, int(count))
 
         from examples.qwen3_moe import early
 
-        early.check(options)
+        early.check(options.job if argv != words else options)
     except (OSError, ValueError) as problem:
         return ending.refuse(problem)
     if count != "1":
@@ -84,6 +90,10 @@ def start_torchrun(argv: list[str]) -> int:
 
 def run_job(argv: list[str]) -> int:
     """This process's part of the job."""
+    if argv[:1] == ["rl"]:
+        from examples.qwen3_moe.rl import main
+
+        return main(argv[1:])
     from examples.qwen3_moe.main import main
 
     return main(argv)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from examples.qwen3_moe.ending import InputProblem
 
+REPLACED = ("report.json", "logdiff.png", "metrics.jsonl", "rl.png")
+"""Files that a job replaces in its folder."""
 REPORT_BYTES = 16 << 20
 """Of report, picture and logs; more than they take."""
 
@@ -36,9 +38,11 @@ def require_out(folder: Path) -> None:
         InputProblem: names the path in the way.
     """
     require_writable(folder, "--out")
-    for name, taken, kind in (("report.json", Path.is_dir, "folder"), ("logdiff.png", Path.is_dir, "folder"), ("logs", Path.is_file, "file")):
-        if taken(folder / name):
-            raise InputProblem(f"--out {folder}: {name} in it is a {kind}; remove it or name another folder")
+    for name in REPLACED:
+        if (folder / name).is_dir():
+            raise InputProblem(f"--out {folder}: {name} in it is a folder; remove it or name another folder")
+    if (folder / "logs").is_file():
+        raise InputProblem(f"--out {folder}: logs in it is a file; remove it or name another folder")
     require_room(folder, REPORT_BYTES, "--out")
 
 

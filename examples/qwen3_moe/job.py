@@ -58,7 +58,7 @@ class Run:
         options, world, stage = self.options, self.world, self.stage
         trainer = Trainer(stage.config, options.trainer, self.contract, longest=stage.longest, seed=options.seed)
         if stage.pretrain_from is not None:
-            self._pretrain(trainer)
+            pretrain_stage(trainer, options, stage, self.screen)
         trainer.load(stage.folder)
         if stage.train:
             trainer.train_with(lr=options.lr, clip_grad=options.clip_grad)
@@ -102,24 +102,6 @@ class Run:
                 scores = self._ask_to_score(child, trainer, None, [union])[0]
                 pairs += [Pair(str(trainer), str(layout), compare(scores.like(found), found), stage.name) for layout, found in recorded.items()]
         return pairs
-
-    def _pretrain(self, trainer: Trainer) -> None:
-        options, stage = self.options, self.stage
-        assert stage.pretrain_from is not None
-        trainer.load(stage.pretrain_from)
-        trainer.train_with(lr=PRETRAIN["lr"], clip_grad=options.clip_grad)
-        with self.screen.bar(f"pre-training {stage.name} with Megatron, {options.trainer}", options.pretrain_steps) as advance:
-            pretrain(
-                trainer,
-                stage.stream,
-                steps=options.pretrain_steps,
-                seconds=options.pretrain_seconds,
-                seed=options.seed,
-                progress=lambda done, loss: advance(done, f"{done} steps, loss {loss:.2f}"),
-                **PRETRAIN,
-            )
-        files = [stage.pretrain_from / name for name in ("tokenizer.json", "tokenizer_config.json")]
-        trainer.export(stage.folder, files=[file for file in files if file.is_file()])
 
     def _start(self, layout: RolloutLayout) -> Rollout:
         stage = self.stage
@@ -260,6 +242,25 @@ def total(found: Iterator[Comparison]) -> Comparison:
     for more in found:
         result = result + more
     return result
+
+
+def pretrain_stage(trainer: Trainer, options: Options, stage: Stage, screen: Screen) -> None:
+    """Pre-train from random weights into ``stage.folder``; every rank."""
+    assert stage.pretrain_from is not None
+    trainer.load(stage.pretrain_from)
+    trainer.train_with(lr=PRETRAIN["lr"], clip_grad=options.clip_grad)
+    with screen.bar(f"pre-training {stage.name} with Megatron, {options.trainer}", options.pretrain_steps) as advance:
+        pretrain(
+            trainer,
+            stage.stream,
+            steps=options.pretrain_steps,
+            seconds=options.pretrain_seconds,
+            seed=options.seed,
+            progress=lambda done, loss: advance(done, f"{done} steps, loss {loss:.2f}"),
+            **PRETRAIN,
+        )
+    files = [stage.pretrain_from / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    trainer.export(stage.folder, files=[file for file in files if file.is_file()])
 
 
 def _union(recordings: Sequence[Recording]) -> Asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -92,28 +92,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    megatron = made.add_argument_group("Megatron (the layout of the ranks that train; names as in Megatron-LM)")
-    megatron.add_argument("--tensor-model-parallel-size", "--tp", type=int, default=1, dest="tp", metavar="N", help="tensor parallel size (1)")
-    megatron.add_argument("--expert-model-parallel-size", "--ep", type=int, default=1, dest="ep", metavar="N", help="expert parallel size (1)")
-    megatron.add_argument(
-        "--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)"
-    )
-    megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
-    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size (1)")
-    megatron.add_argument(
-        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
-    )
-    megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
-    megatron.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences per micro-batch (2)")
-    megatron.add_argument("--lr", type=_rate, default=1e-3, help="learning rate of Adam (0.001)")
-    megatron.add_argument("--clip-grad", type=_norm, default=1.0, help="largest gradient norm (1.0)")
-    megatron.add_argument("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
-    model = made.add_argument_group("checkpoint")
-    model.add_argument("--model", type=Path, metavar="DIR", help="your own HF folder of Qwen3-MoE or Qwen3 (config.json, *.safetensors)")
-    model.add_argument("--checkpoint", choices=("tiny", "slice"), help="one made here: tiny (pre-trained; the default), or slice (Qwen3-30B-A3B widths)")
-    model.add_argument("--num-layers", type=int, metavar="N", help="layers of the checkpoint made here (tiny 4, slice 1)")
-    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights of the checkpoint made here")
-    model.add_argument("--pretrain-steps", type=int, default=300, metavar="N", help="steps that tiny is pre-trained with our Megatron (300; --quick 30)")
+    which = "one made here: tiny (pre-trained; the default), or slice (Qwen3-30B-A3B widths)"
+    shared_options(made).add_argument("--checkpoint", choices=("tiny", "slice"), help=which)
     job = made.add_argument_group("job")
     job.add_argument("--quick", action="store_true", help="within two minutes on two cores: rollout TP 1, fewer prompts, capped pre-training")
     job.add_argument("--rounds", type=int, default=3, metavar="N", help="sample, score, train, push (3)")
@@ -130,6 +110,92 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def shared_options(made: argparse.ArgumentParser, *, tp: int = 1, ep: int = 1, micro_batch: int = 2, lr: float = 1e-3) -> argparse._ArgumentGroup:
+    """What every job of this folder takes: the trainer's layout, its step, and the checkpoint; returns the last group."""
+    megatron = made.add_argument_group("Megatron (the layout of the ranks that train; names as in Megatron-LM)")
+    megatron.add_argument("--tensor-model-parallel-size", "--tp", type=int, default=tp, dest="tp", metavar="N", help=f"tensor parallel size ({tp})")
+    megatron.add_argument("--expert-model-parallel-size", "--ep", type=int, default=ep, dest="ep", metavar="N", help=f"expert parallel size ({ep})")
+    megatron.add_argument(
+        "--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)"
+    )
+    megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
+    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size (1)")
+    megatron.add_argument(
+        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
+    )
+    megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
+    megatron.add_argument("--micro-batch-size", type=int, default=micro_batch, metavar="N", help=f"sequences per micro-batch ({micro_batch})")
+    megatron.add_argument("--lr", type=_rate, default=lr, help=f"learning rate of Adam ({lr})")
+    megatron.add_argument("--clip-grad", type=_norm, default=1.0, help="largest gradient norm (1.0)")
+    megatron.add_argument("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
+    model = made.add_argument_group("checkpoint")
+    model.add_argument("--model", type=Path, metavar="DIR", help="your own HF folder of Qwen3-MoE or Qwen3 (config.json, *.safetensors)")
+    model.add_argument("--num-layers", type=int, metavar="N", help="layers of the checkpoint made here (tiny 4, slice 1)")
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights of the checkpoint made here")
+    model.add_argument("--pretrain-steps", type=int, default=300, metavar="N", help="steps that tiny is pre-trained with our Megatron (300; with --quick 30)")
+    return model
+
+
+def trainer_of(a: argparse.Namespace, world: int | None) -> TrainerLayout:
+    """The trainer's layout; ``world`` ranks (None: the fewest that fit).
+
+    Raises:
+        ValueError: sizes that do not fit each other, or the ranks.
+    """
+    trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
+    if world is not None and world != trainer.ranks:
+        per_replica = a.tp * a.pp * a.cp
+        if world % per_replica:
+            sizes = f"tp {a.tp} times pp {a.pp} times cp {a.cp}"
+            raise ValueError(f"{world} ranks do not divide by {sizes}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
+        trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
+    return trainer
+
+
+def check_shared(a: argparse.Namespace, least_of: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse values of :func:`shared_options` that cannot work, and of ``least_of`` (name, value and the least it may be).
+
+    Raises:
+        ValueError: names the option and what would work.
+    """
+    common = {"--micro-batch-size": (a.micro_batch_size, 1), "--pretrain-steps": (a.pretrain_steps, 0), "--seed": (a.seed, 0)}
+    for name, (value, least) in {**least_of, **common}.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if a.seed > MOST_SEED:
+        raise ValueError(f"--seed must be at most {MOST_SEED} (2**63 - 1), got {a.seed}")
+    if a.model is not None and not a.model.is_dir():
+        raise ValueError(f"--model {a.model}: no such folder")
+    made = [name for name, value in (("--checkpoint", getattr(a, "checkpoint", None)), ("--num-layers", a.num_layers)) if value is not None]
+    if a.model is not None and made:
+        raise ValueError(f"--model and {' and '.join(made)}: a folder of your own has its layers; leave out --model or the other")
+
+
+def layers_of(a: argparse.Namespace, checkpoint: str) -> int:
+    """Layers of the checkpoint made here.
+
+    Raises:
+        ValueError: how many it may have.
+    """
+    layers: int = a.num_layers if a.num_layers is not None else (4 if checkpoint == "tiny" else 1)
+    if not 1 <= layers <= MOST_LAYERS[checkpoint]:
+        raise ValueError(f"--num-layers {layers}: {checkpoint} has 1 to {MOST_LAYERS[checkpoint]} layers")
+    return layers
+
+
+def cache_folder() -> Path:
+    """Where checkpoints made here are kept.
+
+    Raises:
+        ValueError: a home folder that is not there.
+    """
+    cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron")
+    try:
+        return cache.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"TIO_CACHE {cache}: there is no such home folder; name a folder by its path") from error
+
+
 def parse(argv: Sequence[str], world: int | None = None) -> Options:
     """Options from the command line; ``world`` is torchrun's number of ranks (None: no torchrun, the fewest that fit).
 
@@ -138,50 +204,26 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
         SystemExit: ``--help`` (status 0).
     """
     a = parser().parse_args(argv)
-    trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
-    if world is not None and world != trainer.ranks:
-        per_replica = a.tp * a.pp * a.cp
-        if world % per_replica:
-            sizes = f"tp {a.tp} times pp {a.pp} times cp {a.cp}"
-            raise ValueError(f"{world} ranks do not divide by {sizes}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
-        trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
+    trainer = trainer_of(a, world)
     default_trainers, default_rollouts = (TRAINERS[:2], ROLLOUTS[:1]) if a.quick else (TRAINERS, ROLLOUTS)
     further = [TrainerLayout.parse(text) for text in a.trainers or default_trainers]
     rollouts = [RolloutLayout.parse(text) for text in a.rollouts or default_rollouts]
-    least_of = {"--rounds": (a.rounds, 1), "--micro-batch-size": (a.micro_batch_size, 1), "--pretrain-steps": (a.pretrain_steps, 0), "--seed": (a.seed, 0)}
-    for name, (value, least) in least_of.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if a.seed > MOST_SEED:
-        raise ValueError(f"--seed must be at most {MOST_SEED} (2**63 - 1), got {a.seed}")
+    check_shared(a, {"--rounds": (a.rounds, 1)})
     new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
     if new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
     if not 0 < a.temperature < math.inf:
         raise ValueError(f"--temperature must be above 0 and finite, got {a.temperature} (half of the requests are greedy anyway)")
-    if a.model is not None and not a.model.is_dir():
-        raise ValueError(f"--model {a.model}: no such folder")
-    made = [name for name, value in (("--checkpoint", a.checkpoint), ("--num-layers", a.num_layers)) if value is not None]
-    if a.model is not None and made:
-        raise ValueError(f"--model and {' and '.join(made)}: a folder of your own has its layers; leave out --model or the other")
     if a.prompts is not None and not a.prompts.is_file():
         raise ValueError(f"--prompts {a.prompts}: no such file")
     checkpoint = a.checkpoint or "tiny"
-    layers = a.num_layers if a.num_layers is not None else (4 if checkpoint == "tiny" else 1)
-    if not 1 <= layers <= MOST_LAYERS[checkpoint]:
-        raise ValueError(f"--num-layers {layers}: {checkpoint} has 1 to {MOST_LAYERS[checkpoint]} layers")
-    cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron")
-    try:
-        cache = cache.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"TIO_CACHE {cache}: there is no such home folder; name a folder by its path") from error
     return Options(
         trainer=trainer,
         trainers=_once([trainer, *further]),
         rollouts=tuple(dict.fromkeys(rollouts)),
         checkpoint=checkpoint,
         model=a.model,
-        num_layers=layers,
+        num_layers=layers_of(a, checkpoint),
         dtype=a.dtype,
         prompts=a.prompts,
         rounds=a.rounds,
@@ -197,7 +239,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
         control=not a.no_control,
         quick=a.quick,
         out=a.out,
-        cache=cache,
+        cache=cache_folder(),
     )
 
 

@@ -117,8 +117,8 @@ def write(out: Path, pairs: Sequence[Pair], control: Sequence[Pair], more: Mappi
         **more,
     }
     image = picture(pairs, control)  # drawn before the first file is replaced, so that both are of one run
-    _replace(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
-    _replace(out / "logdiff.png", image)
+    replace_file(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+    replace_file(out / "logdiff.png", image)
 
 
 def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
@@ -151,7 +151,8 @@ def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
     return held.getvalue()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is complete or not there."""
     draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
     try:
         draft.write_bytes(content)

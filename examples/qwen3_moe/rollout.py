@@ -22,14 +22,23 @@ CHUNK = 192
 
 
 class Rollout:
-    """A running vLLM engine in a child process. ``contract`` None is stock vLLM.
+    """A running vLLM engine in a child process. ``contract`` None is stock vLLM; ``settings`` are passed to ``rollout_child.start``.
 
     Raises:
         InputProblem: the engine does not run the package's plug-in although it should.
     """
 
     def __init__(
-        self, layout: RolloutLayout, model: Path, dtype: str, contract: Contract | None, *, longest: int, log: Path, environment: Mapping[str, str | None]
+        self,
+        layout: RolloutLayout,
+        model: Path,
+        dtype: str,
+        contract: Contract | None,
+        *,
+        longest: int,
+        log: Path,
+        environment: Mapping[str, str | None],
+        **settings: Any,
     ) -> None:
         self.layout = layout
         self.contract = contract
@@ -45,8 +54,7 @@ class Rollout:
                 expert_parallel=layout.expert_parallel,
                 contract=contract.to_json() if contract else None,
                 max_model_len=longest,
-                max_num_batched_tokens=CHUNK,
-                max_num_seqs=16,
+                **{"max_num_batched_tokens": CHUNK, "max_num_seqs": 16, **settings},
             )
         except BaseException:
             self._child.close(0.5)
@@ -57,14 +65,19 @@ class Rollout:
         self._child.ask("generate", requests=[dataclasses.asdict(request) for request in requests], out=str(out))
         return Recording.load(out)
 
+    def sample(self, requests: Sequence[Request], stop: int) -> list[tuple[list[int], list[float]]]:
+        """New tokens of each request, up to and with the token ``stop``, and their log-probabilities under the distribution sampled from."""
+        answer = self._child.ask("sample", requests=[dataclasses.asdict(request) for request in requests], stop=stop)
+        return [(tokens, logprobs) for tokens, logprobs in answer["samples"]]
+
     def update(self, weights: Path, digests: Mapping[str, str]) -> None:
-        """Push an HF folder into the running engine, and require that it then holds exactly those bytes.
+        """Push an HF folder into the running engine, and require that it then holds exactly those bytes (a stock engine cannot be asked).
 
         Raises:
             RuntimeError: a tensor in the engine differs; names it.
         """
         answer = self._child.ask("update", weights=str(weights))
-        differing = digest_differences(digests, answer["digests"])
+        differing = digest_differences(digests, answer["digests"]) if self.contract is not None else []
         if differing:
             raise RuntimeError(f"rollout {self.layout}: {len(differing)} tensors differ after the weights were pushed: {'; '.join(differing[:3])}")
 

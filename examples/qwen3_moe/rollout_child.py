@@ -19,9 +19,21 @@ _contract: Contract | None = None
 
 
 def start(
-    model: str, dtype: str, tp: int, expert_parallel: bool, contract: str | None, max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int
+    model: str,
+    dtype: str,
+    tp: int,
+    expert_parallel: bool,
+    contract: str | None,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    rows: bool = True,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Start the engine; ``contract`` None is stock vLLM. Answers with what the engine says about its contract."""
+    """Start the engine; ``contract`` None is stock vLLM. Answers with what the engine says about its contract.
+
+    ``rows``: record a digest of every row of log-probabilities, for :func:`generate`. ``more``: further arguments of ``vllm.LLM``.
+    """
     global _engine, _contract
     _contract = Contract.from_json(contract) if contract is not None else None
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler in this process; only the ranks of TP are further ones
@@ -37,6 +49,7 @@ def start(
         "max_logprobs": -1,
         "seed": 0,
         "disable_log_stats": True,
+        **more,
     }
     if _contract is not None:
         options = engine_options(_contract, tp=tp, expert_parallel=expert_parallel, **options)
@@ -52,7 +65,8 @@ def start(
             answer["contract"] = rollout_contract(_engine)
         except ValueError as error:
             raise InputProblem(f"trainer and rollout must both have the plug-in: {error}") from error
-        _engine.collective_rpc("tio_record", kwargs={"on": True, "prompts": True})
+        if rows:
+            _engine.collective_rpc("tio_record", kwargs={"on": True, "prompts": True})
     return answer
 
 
@@ -96,12 +110,48 @@ def _rows(names: list[str], tokens: list[list[int]]) -> list[list[bytes]]:
     return [[found[name, position] for position in range(1, len(sequence))] for name, sequence in zip(names, tokens, strict=True)]
 
 
+def sample(requests: list[dict[str, Any]], stop: int) -> dict[str, Any]:
+    """Sample every request in one batch; answers with each one's new tokens, ``stop`` included, and their log-probabilities."""
+    from vllm import SamplingParams
+
+    parameters = [
+        SamplingParams(
+            temperature=request["temperature"],
+            seed=request["seed"],
+            max_tokens=request["max_new_tokens"],
+            logprobs=0,
+            ignore_eos=True,  # the checkpoint's end token is found by ``stop_token_ids``, whatever its configuration says
+            stop_token_ids=[stop],
+            detokenize=False,
+        )
+        for request in requests
+    ]
+    outputs = _engine.generate([{"prompt_token_ids": request["tokens"]} for request in requests], parameters, use_tqdm=False)
+    samples = []
+    for output in outputs:
+        tokens = list(output.outputs[0].token_ids)
+        samples.append((tokens, [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, tokens, strict=True)]))
+    return {"samples": samples}
+
+
 def update(weights: str) -> dict[str, Any]:
-    """Push an HF folder into the running engine; answers with the digests of what it then holds."""
-    assert _contract is not None
+    """Push an HF folder into the running engine; answers with the digests of what it then holds (a stock engine knows none)."""
+    if _contract is None:
+        _engine.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+        _engine.collective_rpc(_pack_experts)
+        _engine.reset_prefix_cache()
+        return {"digests": {}}
     with Checkpoint(weights) as checkpoint:
         push_weights(_engine, checkpoint.tensors(), _contract)
     return {"digests": _engine.collective_rpc("tio_digests")[0]}
+
+
+def _pack_experts(worker: Any) -> None:
+    """Stock vLLM on the CPU packs experts when it loads them, but on a reload copies them unpacked over the packed ones: pack them again."""
+    for layer in worker.model_runner.get_model().modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def finish() -> None:
@@ -112,4 +162,4 @@ def finish() -> None:
 
 
 if __name__ == "__main__":
-    serve({"start": start, "generate": generate, "update": update}, finish)
+    serve({"start": start, "generate": generate, "sample": sample, "update": update}, finish)

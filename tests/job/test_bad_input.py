@@ -19,6 +19,7 @@ from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.main import main
 from examples.qwen3_moe.makers import make_random, tiny_config
 from examples.qwen3_moe.options import parse
+from examples.qwen3_moe.rl import main as rl_main
 from examples.qwen3_moe.rollout import require_same_contract
 from examples.qwen3_moe.world import FirstRankFailed, World
 from tio_megatron.checkpoint import CheckpointConfig
@@ -47,8 +48,8 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def refused(capsys, *argv: str) -> str:
-    assert main(list(argv)) == 2
+def refused(capsys, *argv: str, job=main) -> str:
+    assert job(list(argv)) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("qwen3_moe: error: "), lines
     return lines[0]
@@ -96,6 +97,41 @@ def test_options(work, capsys, argv, said):
     (work / "file").write_text("")
     assert said in refused(capsys, *argv)
     assert not list(work.glob("out/**/*.json")) and not list(work.glob("cache/**/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--samples", "1"], "--samples must be at least 2"),
+        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--lr", "nan"], "--lr: must be a finite number above 0"),
+        (["--clip", "2"], "--clip must be in (0, 1]"),
+        (["--minibatches", "3"], "--minibatches 3 does not divide the 32 prompts"),
+        (["--task", "poetry"], "invalid choice: 'poetry'"),
+        (["--rollout", "pp2"], "'pp2' is neither tpN nor ep"),
+        (["--rollout", "tp3"], "rollout: layout TP 3 does not fit"),
+        (["--out", "taken"], "--out taken: metrics.jsonl in it is a folder"),
+        (["--stock", "--rollout", "tp2+ep"], "--stock: on a CPU the packages alone have neither"),
+        (["--stock", "--resume"], "--stock: checkpoints of a training need tio_megatron"),
+        (["--max-new-tokens", "5000"], "at most 4095 fit"),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
+        (["--out", "file"], "--out file: is a file, not a folder"),
+        (["--rounds", "1"], "unrecognized arguments: --rounds 1"),
+        (["--tp", "2"], "has 2 ranks: start it with bash launch/qwen3_moe.sh"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_of_reinforcement_learning(work, capsys, argv, said):
+    (work / "file").write_text("")
+    (work / "taken" / "metrics.jsonl").mkdir(parents=True)
+    one = [] if "--tp" in argv else ["--tp", "1", "--ep", "1"]
+    assert said in refused(capsys, *one, *argv, job=rl_main)
+    assert not list(work.glob("out/**/*.json*")) and not list(work.glob("cache/**/*.safetensors"))
+
+
+def test_reinforcement_learning_needs_a_tokenizer(work, model, capsys):
+    assert "no tokenizer.json; tasks are texts" in refused(capsys, "--tp", "1", "--ep", "1", "--model", str(model), job=rl_main)
 
 
 @pytest.mark.parametrize(

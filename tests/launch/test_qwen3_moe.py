@@ -54,6 +54,7 @@ class Checkout:
         shutil.copytree(ROOT / "examples" / "qwen3_moe", root / "examples" / "qwen3_moe")
         shutil.copy(ROOT / "launch" / "qwen3_moe.sh", self.script)
         (root / "examples" / "qwen3_moe" / "main.py").write_text(JOB)
+        (root / "examples" / "qwen3_moe" / "rl.py").write_text(JOB.replace('"argv": argv', '"argv": ["in rl.py", *argv]'))
 
     def environment(self, extra: dict[str, str]) -> dict[str, str]:
         """The caller's, without what a launcher may have left in it."""
@@ -111,6 +112,18 @@ def test_shell_starts_the_ranks_of_the_layout_and_hands_the_exit_status_on(check
     assert "Traceback" not in done.stderr
     assert [(rank["RANK"], rank["WORLD_SIZE"], rank["OMP_NUM_THREADS"]) for rank in seen] == [("0", "2", "1"), ("1", "2", "1")]
     assert all(rank["argv"] == arguments and rank["cwd"] == str(checkout.away) for rank in seen)
+
+
+def test_the_word_rl_in_front_is_the_other_job(checkout: Checkout) -> None:
+    done, seen = checkout.run("bash", checkout.script, "rl", "--steps", "2", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert [(rank["WORLD_SIZE"], rank["argv"]) for rank in seen] == [("2", ["in rl.py", "--steps", "2"])] * 2
+    done, seen = checkout.run(sys.executable, "-m", "torch.distributed.run", "--standalone", checkout.script, "rl", "--stock")
+    assert done.returncode == 0 and [rank["argv"] for rank in seen] == [["in rl.py", "--stock"]]
+    done, seen = checkout.run("bash", checkout.script, "rl", "--steps", "0", PYTHON=sys.executable)
+    assert (done.returncode, done.stderr, seen) == (2, "qwen3_moe: error: --steps must be at least 1, got 0\n", [])
+    done, seen = checkout.run("bash", checkout.script, "rl", "--help", PYTHON=sys.executable)
+    assert done.returncode == 0 and done.stdout.startswith("usage: qwen3_moe.sh rl") and "--stock" in done.stdout and not seen
 
 
 def test_the_caller_may_choose_the_number_of_ranks(checkout: Checkout) -> None:

@@ -1,0 +1,133 @@
+"""What surrounds the work of every job on every rank: options, signals, the world of ranks, and how an error is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from examples.qwen3_moe import ending
+from examples.qwen3_moe.children import end_with_parent
+
+if TYPE_CHECKING:
+    from examples.qwen3_moe.options import Options
+    from examples.qwen3_moe.screen import Screen
+    from examples.qwen3_moe.stages import Stage
+    from examples.qwen3_moe.world import World
+    from tio_megatron.contract import Contract
+
+Parse = Callable[[Sequence[str], int | None], Any]
+Work = Callable[[Any, "World", "Screen"], int]
+
+
+def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
+    """Parse the options and do ``work(options, world, screen)`` on this rank.
+
+    Args:
+        argv: the command line; this process's own if None.
+        parse: makes options with a ``trainer`` layout, or raises ValueError.
+        work: returns the exit status.
+
+    Returns:
+        ``work``'s; or 1 something failed, 2 the input is bad, 130 interrupted.
+    """
+    first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv, int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
+        if "RANK" not in os.environ and options.trainer.ranks != 1:
+            raise ValueError(f"layout {options.trainer} has {options.trainer.ranks} ranks: start it with bash launch/qwen3_moe.sh, or with torchrun")
+    except ValueError as problem:
+        return ending.refuse(problem)
+    ending.listen(first)
+    if "RANK" in os.environ:
+        end_with_parent()
+    try:
+        return _in_a_world(options, first, work)
+    except KeyboardInterrupt:
+        return ending.interrupted()
+
+
+def _in_a_world(options: Any, first: bool, work: Work) -> int:
+    warnings.simplefilter("ignore")  # megatron-core says on import, once a module, which accelerator packages are missing
+    from examples.qwen3_moe import early
+    from examples.qwen3_moe.screen import Screen
+    from examples.qwen3_moe.world import FirstRankFailed, World, exit_status
+
+    screen = Screen(first)
+    world: World | None = None
+
+    def tell(error: Exception) -> int:
+        """Report an error of this rank; returns the exit status."""
+        status = exit_status(error)
+        if status == 2:
+            return ending.refuse(error)
+        _wait_for_torchrun(error)
+        ending.ignore_signals()
+        traceback.print_exc()
+        print(f"qwen3_moe: rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return status
+
+    try:
+        if "RANK" not in os.environ:
+            early.check_network()
+        world = World(tell)
+        return work(options, world, screen)
+    except FirstRankFailed as error:
+        return error.status
+    except Exception as error:
+        return tell(error)
+    finally:
+        ending.ignore_signals()
+        if world is not None:
+            world.close()
+
+
+def prepared(options: Options) -> tuple[Contract, list[Stage], Path]:
+    """The contract, the stages and a folder for what is on its way between the engines (on rank 0).
+
+    Raises:
+        InputProblem: bad input, in one line.
+    """
+    from examples.qwen3_moe import early, stages
+
+    try:
+        early.check(options)  # under a torchrun of the user's own nobody has looked yet
+        contract = stages.contract_for(options)
+        made = stages.prepare(options, contract)
+        return contract, made, _scratch(options, made)
+    except (OSError, ValueError) as error:
+        raise ending.InputProblem(ending.describe(error)) from error
+
+
+def _wait_for_torchrun(error: Exception) -> None:
+    """An error of a rank whose neighbour has gone says nothing; the neighbour's does, and torchrun ends this rank in a moment.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: it does, or Ctrl-C reached this rank too.
+    """
+    if "RANK" in os.environ and any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+        time.sleep(10)
+
+
+def _scratch(options: Options, found: Sequence[Stage]) -> Path:
+    """A folder for weights and recordings on their way; in memory when it is large enough. Whoever gets it removes it."""
+    import shutil
+    import tempfile
+
+    from examples.qwen3_moe import folders, stages
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    need = max(stages.bytes_of(stage.config) * (stage.rounds if stage.train else 0) for stage in found) + (64 << 20)
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * need
+    if not roomy:
+        folders.require_room(options.out, need, "--out")
+    folder = Path(tempfile.mkdtemp(prefix=f"tio-job-{os.getpid()}-", dir=memory if roomy else options.out))
+    for number in range(len(found)):
+        (folder / str(number)).mkdir()
+    return folder
