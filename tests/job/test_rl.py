@@ -7,10 +7,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from examples.qwen3_moe import makers, tasks
+from examples.qwen3_moe import makers, rl, rl_loop, rl_start, tasks
 from examples.qwen3_moe.event_files import EventFile, crc32c
 from examples.qwen3_moe.job import environment
 from examples.qwen3_moe.layouts import RolloutLayout
@@ -179,6 +180,24 @@ def test_the_picture_is_drawn_from_either_run_alone():
     step = dict(step=1, reward=0.5, kl_k1=0.0, kl_k3=0.0, ratio_min=1.0, ratio_max=1.0)
     for runs in ([[step], []], [[], [step]], [[step, step | {"step": 2}], [step]]):
         assert picture(runs)[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("stock, bit, status", [(False, 0, 0), (False, 1, 1), (True, 1, 0)])
+def test_one_step_off_policy_is_status_1(tmp_path, monkeypatch, capsys, stock, bit, status):
+    """Everything but the steps themselves; one of three differs by one bit."""
+
+    class First:
+        first = True
+        from_first = staticmethod(lambda make: make())
+
+    same, other = (measure([[-1.0]], [[score]], [[1.0]], [[1.0]], [0.5]) for score in (-1.0, -1.0000001))
+    steps = [step | {"step": number} for number, step in enumerate((same, other if bit else same, same), 1)]
+    monkeypatch.setattr(rl, "prepared", lambda options: (None, [None], tmp_path / "scratch"))
+    monkeypatch.setattr(rl_start, "starting_point", lambda *_: (tmp_path, None))
+    monkeypatch.setattr(rl_loop, "Loop", lambda *_: SimpleNamespace(run=lambda: steps))
+    options = parse(["--out", str(tmp_path), *(["--stock"] if stock else [])])
+    assert rl._work(options, First, None) == status
+    assert f"on policy in {3 - bit} of 3 steps" in capsys.readouterr().out and (tmp_path / "rl.png").is_file()
 
 
 def test_ranks_and_layouts():
