@@ -102,7 +102,13 @@ def run_job(argv: list[str]) -> int:
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     try:
-        sys.exit(run_job(sys.argv[1:]) if "RANK" in os.environ else start_torchrun(sys.argv[1:]))
+        if "RANK" not in os.environ:
+            sys.exit(start_torchrun(sys.argv[1:]))
+        status = run_job(sys.argv[1:])
+
+        from examples.qwen3_moe.ending import leave
+
+        leave(status)
     except KeyboardInterrupt:  # perhaps in the middle of an import
         from examples.qwen3_moe.ending import interrupted
 

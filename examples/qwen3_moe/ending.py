@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 SAID = "said.json"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -78,6 +79,17 @@ def mendable(problem: BaseException) -> bool:
 def disk_full(problem: BaseException) -> bool:
     """Whether a disk is full; some libraries say so in their own words only."""
     return (isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)) or _FULL in str(problem)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with ``status``, at once: what it had to say has been said, what it had to close is closed.
+
+    The interpreter and the libraries are not taken down. While they are, a process group's threads can still run, and where one does
+    the C++ library calls it a crash ("terminate called without an active exception"), in about one of six starts that end early.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def ignore_signals() -> None:

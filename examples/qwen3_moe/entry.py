@@ -50,6 +50,8 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
         return _in_a_world(options, first, work)
     except KeyboardInterrupt:
         return ending.interrupted()
+    except SystemExit as left:  # a signal: its handler has said which
+        return left.code if isinstance(left.code, int) else 1
 
 
 def _in_a_world(options: Any, first: bool, work: Work) -> int:
