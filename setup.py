@@ -62,8 +62,11 @@ setup(
     package_dir={"tio_megatron.collectives": "collectives"},
     ext_modules=[Extension("tio_megatron.kernels._tio_cpu", sources)],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-    entry_points={"vllm.general_plugins": ["tio_megatron = tio_megatron.integrations.vllm.plugin:register"]},
-    install_requires=["numpy"],
+    entry_points={
+        "vllm.general_plugins": ["tio_megatron = tio_megatron.integrations.vllm.plugin:register"],
+        "console_scripts": ["tio = tio_megatron.cli:main"],
+    },
+    install_requires=["numpy", "rich", "typer"],
     extras_require={
         # beside a vLLM of your own: what our side of it imports and vLLM brings anyway
         "vllm": ["tokenizers", "transformers", "safetensors"],

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "rl": {"contract", "kernels", "collectives", "layers"},
     "integrations": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl"},
     "verify": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl", "integrations"},
+    "commands": {"contract", "verify"},
     "testing": {"contract", "checkpoint"},
 }
 """What each room may import besides itself. ``verify`` and ``testing`` stand beside the house and are in nobody's list."""

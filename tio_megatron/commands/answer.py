@@ -1,0 +1,52 @@
+"""What every subcommand shares: ``--json``, one line for bad input, and the exit status 0 equal, 1 differs, 2 could not tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.console import Console
+
+JSON = typer.Option("--json", help="Print one JSON object instead of text, also for errors.")
+
+
+def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any], Callable[[Console], None]]]) -> None:
+    """Run ``work`` and leave with its status.
+
+    Args:
+        name: of the subcommand, for messages.
+        as_json: print the object rather than the text.
+        work: returns the exit status, an object for machines, and a function that prints it for people.
+
+    Raises:
+        typer.Exit: always; 2 where ``work`` raised ValueError, OSError or ImportError.
+    """
+    try:
+        status, answer, show = work()
+    except (ValueError, OSError, ImportError) as error:
+        message = " ".join(str(error).split())
+        if as_json:
+            print(json.dumps({"status": 2, "error": message}))
+        else:
+            print(f"tio {name}: {message}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(_finite({"status": status, **answer}), allow_nan=False))
+    else:
+        show(Console())
+    raise typer.Exit(status)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,50 @@
+"""Reads recordings of token log-probabilities, one sequence at a time; every file is data, nothing in it is ever executed or unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tio_megatron.verify.readers.arrays import read_npz, read_safetensors
+from tio_megatron.verify.readers.jsonl import read_jsonl
+from tio_megatron.verify.readers.scored import Scored
+
+__all__ = ["Scored", "read_scored"]
+
+
+def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
+    """The sequences of a recording, in its order; memory holds one of them. The kind of file is known by its first bytes, not by its name.
+
+    Args:
+        path: JSONL (verl's ``rollout_data_dir`` dumps too), safetensors or npz; a folder of JSONL files (``1.jsonl``, ``2.jsonl``, ... as verl
+            names them) is read in the order of their numbers.
+        field: which log-probabilities, where a file holds several (``rollout_log_probs``, ``old_log_probs``).
+
+    Raises:
+        ValueError: no such file, an unknown or damaged one, or an entry that is no log-probability; says where.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl"), key=lambda file: (not file.stem.isdigit(), int(file.stem) if file.stem.isdigit() else 0, file.name))
+        if not files:
+            raise ValueError(f"{path}: a folder without *.jsonl; give a file, or a folder of rollout dumps")
+        for file in files:
+            yield from read_jsonl(file, field)
+        return
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    with path.open("rb") as opened:
+        start = opened.read(16)
+    if not start:
+        raise ValueError(f"{path}: an empty file")
+    if start[:4] == b"PK\x03\x04" or start[:4] == b"PK\x05\x06":
+        yield from read_npz(path, field)
+    elif start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
+        yield from read_safetensors(path, field)
+    elif start.lstrip()[:1] == b"{":
+        yield from read_jsonl(path, field)
+    elif start[:1] == b"\x80" or start[:6] == b"\x93NUMPY":
+        what = "a pickle" if start[:1] == b"\x80" else "a single numpy array"
+        raise ValueError(f"{path}: {what}, which is not read; write JSONL, safetensors or npz")
+    else:
+        raise ValueError(f"{path}: neither JSONL, safetensors nor npz (it starts with {start[:8]!r})")

@@ -1,0 +1,105 @@
+"""Recordings as JSON lines: our own, and what verl writes to ``trainer.rollout_data_dir``.
+
+Ours: ``{"tokens": [ids], "logprobs": [numbers]}``, a line per sequence. As many log-probabilities as tokens, or fewer: those of the last ones; a
+``null`` in front stands for a token that has none.
+
+verl (``<step>.jsonl``) writes ``input``, ``output`` and ``gts`` as text, ``score``, ``step``, and whatever the reward function returned for each
+sample. There is no log-probability in it and no token id. A recipe that adds them to its reward's extra information (``responses``: token ids,
+``rollout_log_probs``, ``old_log_probs``: lists, the names they have in verl's batch) can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
+
+_MASKS = ("response_mask", "mask")
+
+
+def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
+    """See :func:`tio_megatron.verify.readers.read_scored`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                entry = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                cut = "the file is cut off in the middle of it" if not line.endswith(b"\n") else "it is no JSON"
+                raise ValueError(f"{where}: {cut} ({error})") from None
+            if not isinstance(entry, dict):
+                raise ValueError(f"{where}: a JSON object was expected, this is a {type(entry).__name__}")
+            yield _scored(entry, field, where)
+
+
+def _scored(entry: dict[str, Any], field: str | None, where: str) -> Scored:
+    name = _logprob_field(entry, field, where)
+    values = _numbers(entry[name], name, where, nulls=True)
+    ids = next((key for key in TOKEN_FIELDS if key in entry), None)
+    if ids is None:
+        raise ValueError(f"{where}: {name!r} without token ids; one of {', '.join(TOKEN_FIELDS)} is needed")
+    tokens = _integers(entry[ids], ids, where)
+    if ids.startswith("response"):
+        mask = next((key for key in _MASKS if key in entry), None)
+        if mask is not None:  # verl pads responses on the right
+            chosen = _integers(entry[mask], mask, where).astype(bool)
+            if len(chosen) != len(tokens) or len(values) != len(tokens):
+                raise ValueError(f"{where}: {len(chosen)} entries in {mask!r}, {len(values)} in {name!r}, {len(tokens)} in {ids!r}")
+            tokens, values = tokens[chosen], values[chosen]
+        elif len(values) != len(tokens):
+            raise ValueError(f"{where}: {len(values)} entries in {name!r} for {len(tokens)} in {ids!r}")
+    empty = np.isnan(values)
+    leading = int(np.argmin(empty)) if len(values) and not empty.all() else len(values)
+    if entry[name][:1] == [None]:
+        if len(values) != len(tokens):
+            raise ValueError(f"{where}: {name!r} starts with null but has {len(values)} entries for {len(tokens)} tokens")
+        values = values[leading:]
+    return Scored(tokens, values, where)
+
+
+def _logprob_field(entry: dict[str, Any], field: str | None, where: str) -> str:
+    if field is not None:
+        if field not in entry:
+            raise ValueError(f"{where}: no field {field!r}; it has {', '.join(map(repr, entry))}")
+        return field
+    found = [name for name in LOGPROB_FIELDS if name in entry]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{where}: several log-probabilities ({', '.join(found)}); choose one by name (--field-a, --field-b)")
+    if {"input", "output", "score"} <= entry.keys():
+        raise ValueError(
+            f"{where}: a rollout dump of verl, which holds text and scores but no log-probabilities. Let the reward function return "
+            "'responses' (token ids) and 'rollout_log_probs' or 'old_log_probs' (lists) in its extra information, and they stand in the dump"
+        )
+    raise ValueError(f"{where}: no log-probabilities; one of {', '.join(LOGPROB_FIELDS)} is needed, there is {', '.join(map(repr, entry)) or 'nothing'}")
+
+
+def _numbers(values: Any, name: str, where: str, nulls: bool) -> npt.NDArray[np.float32]:
+    if not isinstance(values, list):
+        raise ValueError(f"{where}: {name!r} must be a list of numbers")
+    leading = True
+    for at, value in enumerate(values):
+        leading = leading and value is None
+        if value is None and nulls and leading:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{where}: {name!r}[{at}] is {value!r}, no number")
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
+
+
+def _integers(values: Any, name: str, where: str) -> npt.NDArray[np.int64]:
+    if not isinstance(values, list):
+        raise ValueError(f"{where}: {name!r} must be a list of integers")
+    for at, value in enumerate(values):
+        if not isinstance(value, int) or abs(value) >= 1 << 62:
+            raise ValueError(f"{where}: {name!r}[{at}] is {value!r}, no token id")
+    return np.array(values, dtype=np.int64)

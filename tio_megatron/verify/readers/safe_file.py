@@ -1,0 +1,118 @@
+"""A safetensors file read without loading it: header checked against the file, arrays mapped. bf16 comes as fp32, which holds it exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TYPES: dict[str, str] = {
+    "BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2",
+    "I32": "<i4", "U32": "<u4", "F32": "<f4", "F64": "<f8", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+"""safetensors' names of types, as numpy stores them."""
+
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array: safetensors' name of its ``type``, ``shape``, and where its bytes begin in the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class SafeFile:
+    """Arrays of a safetensors file by name.
+
+    Raises:
+        ValueError: the file is cut off or something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise ValueError(f"{path}: no safetensors file, or cut off: a header of {length} bytes is announced in a file of {size}")
+            try:
+                header = json.loads(file.read(length))
+                self.metadata: dict[str, str] = header.pop("__metadata__", {})
+                self.entries = {name: _entry(found, 8 + length, size) for name, found in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}: a damaged safetensors header ({error})") from None
+        self._map: np.memmap[Any, np.dtype[np.uint8]] | None = np.memmap(path, dtype=np.uint8, mode="r")
+
+    def raw(self, name: str) -> npt.NDArray[Any]:
+        """The array as it is stored (bf16: its 16 bits), mapped and read-only."""
+        entry = self.entries[name]
+        dtype = np.dtype(TYPES[entry.type])
+        assert self._map is not None, "the file was closed"
+        found: npt.NDArray[Any] = self._map[entry.start : entry.start + entry.numel * dtype.itemsize].view(dtype).reshape(entry.shape)
+        return found
+
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Rows ``[start, stop)`` along the first axis, copied, bf16 as fp32."""
+        return widened(self.raw(name)[start:stop], self.entries[name].type)
+
+    def stream(self, name: str) -> Stream:
+        """For reading from start to end."""
+        return Stream(self.raw(name), self.entries[name])
+
+    def close(self) -> None:
+        """Let the mapping go."""
+        self._map = None
+
+    def __enter__(self) -> SafeFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Stream:
+    """An array that is read in pieces."""
+
+    def __init__(self, raw: npt.NDArray[Any], entry: Entry) -> None:
+        self.shape, self._raw, self._type, self._at = entry.shape, raw.reshape(-1), entry.type, 0
+
+    def take(self, count: int) -> npt.NDArray[Any]:
+        """The next ``count`` elements."""
+        piece = self._raw[self._at : self._at + count]
+        self._at += count
+        return widened(piece, self._type)
+
+
+def widened(raw: npt.NDArray[Any], kind: str) -> npt.NDArray[Any]:
+    """A copy; bf16 becomes fp32."""
+    if kind == "BF16":
+        wide = raw.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    return np.array(raw)
+
+
+def _entry(found: dict[str, Any], base: int, size: int) -> Entry:
+    kind, shape = found["dtype"], tuple(int(n) for n in found["shape"])
+    start, stop = (int(n) for n in found["data_offsets"])
+    if kind not in TYPES:
+        raise ValueError(f"type {kind} is not known")
+    if min(shape, default=0) < 0 or start < 0 or stop - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:
+        raise ValueError("an array's place does not fit its shape")
+    if base + stop > size:
+        raise ValueError(f"the file is cut off: it should have {base + stop} bytes and has {size}")
+    return Entry(kind, shape, base + start)

@@ -1,0 +1,43 @@
+"""One sequence of a recording, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+LOGPROB_FIELDS = ("logprobs", "log_probs", "token_logprobs", "rollout_log_probs", "old_log_probs", "ref_log_prob", "prompt_logprobs")
+"""Names under which log-probabilities are known, ours and verl's."""
+
+TOKEN_FIELDS = ("tokens", "token_ids", "input_ids", "responses", "response_ids")
+"""Names of the token ids that log-probabilities belong to. With ``prompts`` or ``prompt_ids`` beside them, verl's ``responses`` follow those."""
+
+_SLACK = 1e-3
+"""What rounding may put a log-probability above 0."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """``tokens`` [n] int64 and ``logprobs`` [m] fp32 of its last ``m`` tokens (``m <= n``); ``where`` names it in messages."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    where: str
+
+    def __post_init__(self) -> None:
+        n, m = len(self.tokens), len(self.logprobs)
+        if m > n:
+            raise ValueError(f"{self.where}: {m} log-probabilities for {n} tokens")
+        if n and int(self.tokens.min()) < 0:
+            raise ValueError(f"{self.where}: token {int(np.argmin(self.tokens))} is {int(self.tokens.min())}, no token id")
+        wrong = ~np.isfinite(self.logprobs) | (self.logprobs > _SLACK)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            count = f" ({int(wrong.sum())} such tokens in this sequence)" if wrong.sum() > 1 else ""
+            raise ValueError(f"{self.where}: the log-probability of token {n - m + at} is {self.logprobs[at]}{count}; no logarithm of a probability")
+
+    @property
+    def first(self) -> int:
+        """Position of the first token that has a log-probability."""
+        return len(self.tokens) - len(self.logprobs)
