@@ -110,7 +110,7 @@ class Run:
                 layout, stage.folder, stage.config.dtype, self.contract, longest=stage.longest, log=self.log, environment=self._environment(layout)
             )
         try:
-            self.fingerprint = require_same_contract(self.contract, kernels.version(), engine.started.get("contract"))
+            self.fingerprint = require_same_contract(self.contract, kernels.version(self.contract.family), engine.started.get("contract"))
         except BaseException:
             engine.close(0.5)
             raise

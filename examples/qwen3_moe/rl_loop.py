@@ -194,7 +194,7 @@ class Loop:
             )
         try:
             if self.contract is not None:
-                require_same_contract(self.contract, kernels.version(), engine.started.get("contract"))
+                require_same_contract(self.contract, kernels.version(self.contract.family), engine.started.get("contract"))
         except BaseException:
             engine.close(0.5)
             raise

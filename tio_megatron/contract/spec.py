@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.contract.families import FAMILIES
+from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
 from tio_megatron.contract.model import ModelShape
 from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
@@ -17,8 +19,8 @@ from tio_megatron.contract.vocab import VocabOrder
 VERSION = 2
 """Raised whenever a rule changes the bytes of any result."""
 
-FAMILIES = {"cpu": {"kv_block": 64, "chain": 256, "row_chain": 32, "router_chain": 8}}
-"""Kernel families: what each fixes inside a leaf. Bytes agree within a family, never across."""
+BY_FAMILY = -1
+"""Default of a field that the kernel family sets: replaced by the family's value when the contract is made."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Cuts:
         return cls(**{f.name: count for f in dataclasses.fields(cls)})
 
 
+_CUTS_BY_FAMILY = Cuts()
+
+
 @dataclass(frozen=True)
 class LayoutProblem:
     """One product whose cut does not fall on leaves."""
@@ -65,9 +70,9 @@ class Contract:
     """The order of every sum. Two sides whose contracts have one fingerprint agree byte for byte.
 
     Args:
-        cuts: leaves per axis.
+        cuts: leaves per axis; the family has defaults.
         family: kernel family, which fixes the order inside a leaf.
-        chain: terms of one fused multiply-add chain inside a leaf of a product (set by the family).
+        chain: terms of one chain inside a leaf of a product, 0: the leaf is one chain (set by the family).
         row_chain: the same in a sum over one row, such as a norm's (set by the family).
         router_chain: the same in the router's softmax over experts (set by the family).
         kv_block: keys per block of the attention walk (set by the family).
@@ -84,12 +89,12 @@ class Contract:
     4
     """
 
-    cuts: Cuts = field(default_factory=Cuts)
+    cuts: Cuts = _CUTS_BY_FAMILY
     family: str = "cpu"
-    chain: int = 256
-    row_chain: int = 32
-    router_chain: int = 8
-    kv_block: int = 64
+    chain: int = BY_FAMILY
+    row_chain: int = BY_FAMILY
+    router_chain: int = BY_FAMILY
+    kv_block: int = BY_FAMILY
     vocab_block: int = 128
     grain: int = 512
     version: int = VERSION
@@ -103,9 +108,12 @@ class Contract:
             raise ValueError(f"contract: family must be a name and cuts a Cuts, got {self.family!r} and {self.cuts!r}")
         if self.version != VERSION:
             raise ValueError(f"contract: version {self.version} is not the version of this package, {VERSION}")
-        if self.family not in FAMILIES:
-            raise ValueError(f"contract: unknown kernel family {self.family!r}; known are {sorted(FAMILIES)}")
-        for name, value in FAMILIES[self.family].items():
+        family = family_of(self.family)
+        if self.cuts is _CUTS_BY_FAMILY:
+            object.__setattr__(self, "cuts", Cuts(**family.cuts))
+        for name, value in family.fields.items():
+            if getattr(self, name) == BY_FAMILY:
+                object.__setattr__(self, name, value)
             if getattr(self, name) != value:
                 raise ValueError(f"contract: family {self.family!r} has {name} {value}, got {getattr(self, name)}")
         if self.vocab_block != 128:
@@ -227,7 +235,11 @@ class Contract:
             unknown = sorted(set(given) - {f.name for f in dataclasses.fields(names)})
             if unknown:
                 raise ValueError(f"contract: unknown {what} {', '.join(unknown)}")
-        return cls(cuts=Cuts(**cuts), **data)
+        if cuts:
+            name = data.get("family", "cpu")
+            by_family = FAMILIES[name].cuts if isinstance(name, str) and name in FAMILIES else {}
+            data["cuts"] = Cuts(**{**by_family, **cuts})
+        return cls(**data)
 
     def fingerprint(self, kernels: str = "") -> str:
         """16 hex digits over the contract and ``kernels``, the version string of the kernel family in use."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tio_megatron.kernels import build
+from tio_megatron.kernels import build, families
 
 pointer = ctypes.c_void_p
 size = ctypes.c_int64
@@ -113,11 +113,16 @@ def bind(name: str, *arguments: Any) -> Callable[..., int]:
     return call
 
 
-def operator(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register the torch operator ``tio::schema`` with its CPU kernel and its shape function; returns the callable operator."""
+def operator(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any], names: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Register the torch operator ``tio::schema`` with its CPU kernel and its shape function; returns the callable operator.
+
+    The operator then dispatches by device: other families add their kernels with :func:`.families.implement`. ``names`` are the public
+    functions that check for it, where theirs is another name.
+    """
     name = schema.split("(", 1)[0]
     _operators.define(schema)
-    _operators.impl(name, cpu, "CPU")
+    families.implement(name, "cpu", cpu, family="cpu")
+    families.names(name, *names)
     torch.library.register_fake(f"tio::{name}", fake, lib=_operators)
     return getattr(torch.ops.tio, name).default
 

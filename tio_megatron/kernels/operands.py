@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tio_megatron.kernels import families
+
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -19,18 +21,18 @@ def require(condition: bool, what: str, message: str) -> None:
 
 
 def check_activations(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """All on the CPU (or meta), fp32 or bf16, and of one type, the first one's."""
+    """All on a device with a kernel of ``what``, of a type that its family takes, and of one type, the first one's."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         check_device(what, name, tensor)
-        if tensor.dtype not in FLOATS:
-            raise ValueError(f"{what}: {name} is {tensor.dtype}; use torch.float32 or torch.bfloat16")
+        if tensor.dtype not in FLOATS or not (tensor.is_cpu or _takes(what, tensor)):
+            raise ValueError(f"{what}: {name} is {tensor.dtype}; use {_operands(what, tensor)}")
         if tensor.dtype != first.dtype:
             raise ValueError(f"{what}: {name} is {tensor.dtype}, but {next(iter(tensors))} is {first.dtype}; they must be the same")
 
 
 def check_dtype(what: str, name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
-    """On the CPU (or meta) and of an allowed type."""
+    """On a device with a kernel of ``what``, and of an allowed type."""
     check_device(what, name, tensor)
     if tensor.dtype not in allowed:
         raise ValueError(f"{what}: {name} is {tensor.dtype}; use {' or '.join(map(str, allowed))}")
@@ -47,9 +49,19 @@ def check_shape(what: str, name: str, tensor: Tensor, *shape: int) -> None:
 
 
 def check_device(what: str, name: str, tensor: Tensor) -> None:
-    """A device that some kernel family serves."""
-    if not tensor.is_cpu and tensor.device.type != "meta":
-        raise ValueError(f"{what}: {name} is on {tensor.device}; no kernel family serves that device, supported is cpu")
+    """A device for which ``what`` has a kernel. The CPU always has one."""
+    if not tensor.is_cpu and not families.serves(what, tensor.device.type):
+        raise ValueError(f"{what}: {name} is on {tensor.device}; {families.supported(what, tensor.device.type)}")
+
+
+def _takes(what: str, tensor: Tensor) -> bool:
+    family = families.family_on(what, tensor.device.type)
+    return family is None or str(tensor.dtype).removeprefix("torch.") in family.operands
+
+
+def _operands(what: str, tensor: Tensor) -> str:
+    family = None if tensor.is_cpu else families.family_on(what, tensor.device.type)
+    return " or ".join(f"torch.{name}" for name in family.operands) if family else "torch.float32 or torch.bfloat16"
 
 
 def dense_last(tensor: Tensor) -> Tensor:

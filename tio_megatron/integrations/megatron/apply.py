@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tio_megatron import kernels
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations.megatron import state
@@ -54,7 +55,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
         A handle; ``with apply(...):`` undoes at the end of the block. Applying the same again is harmless.
 
     Raises:
-        ValueError: another contract is in force already, or the contract is not valid.
+        ValueError: another contract is in force already, the contract is not valid, or its kernel family cannot be had here.
         ImportError: torch or megatron-core has another version than the supported one (named), or a symbol has moved.
     """
     global _installed
@@ -68,6 +69,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
             found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
         raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
     _check_versions()
+    kernels.load(session.contract.family)
     from tio_megatron.integrations.megatron.grad_sums import IntegerSums
     from tio_megatron.integrations.megatron.patches import all_patches
 

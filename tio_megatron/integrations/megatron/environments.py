@@ -23,9 +23,9 @@ def environment() -> dict[str, str]:
     found = {name: _version(name) for name in _DISTRIBUTIONS}
     for module, distribution in _OPTIONAL.items():
         found[module] = _version(distribution, "importable, without a version") if _importable(module) else "not importable"
-    found["kernels"] = kernels.version()
     session = state.session()
-    found["contract"] = "none" if session is None else session.contract.fingerprint(kernels.version())
+    found["kernels"] = kernels.version() if session is None else kernels.version(session.contract.family)
+    found["contract"] = "none" if session is None else session.contract.fingerprint(kernels.version(session.contract.family))
     found["vocab_size"] = "none" if session is None else str(session.vocab_size)
     return found
 

@@ -106,8 +106,8 @@ def local_state(
         "position": _plain("position", position),
         "settings": _plain("settings", settings),
         "contract": setting.contract.to_dict(),
-        "fingerprint": setting.contract.fingerprint(kernels.version()),
-        "kernels": kernels.version(),
+        "fingerprint": setting.contract.fingerprint(kernels.version(setting.contract.family)),
+        "kernels": kernels.version(setting.contract.family),
         "model": _model_fields(config),
         "schedule": None if schedule is None else _plain("schedule", schedule.state_dict()),
         "optimizer": _options(optimizer),
@@ -187,7 +187,7 @@ def check(
     if setting is None:
         raise ValueError("a training checkpoint needs the contract in force: call tio_megatron.apply(...) first")
     lines = _differences("contract", _flat(setting.contract.to_dict()), _flat(saved["contract"]))
-    lines += _differences("", {"kernels": kernels.version()}, {"kernels": saved["kernels"]})
+    lines += _differences("", {"kernels": kernels.version(setting.contract.family)}, {"kernels": saved["kernels"]})
     if lines:
         raise ValueError(f"{folder}: written under another contract (fingerprint {saved['fingerprint']}): {'; '.join(lines)}")
     lines = _differences("model", _model_fields(config), saved["model"])

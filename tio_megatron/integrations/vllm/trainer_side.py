@@ -65,8 +65,8 @@ def check_rollout(engine: Engine, contract: Contract) -> dict[str, Any]:
     """
     answer = rollout_contract(engine)
     found = contract.differences(Contract.from_json(json.dumps(answer["contract"])))
-    if answer["kernels"] != kernels.version():
-        found.append(f"kernels: {kernels.version()} / {answer['kernels']}")
+    if answer["kernels"] != kernels.version(contract.family):
+        found.append(f"kernels: {kernels.version(contract.family)} / {answer['kernels']}")
     if found:
         raise ValueError(f"trainer and rollout obey different contracts (trainer / rollout): {'; '.join(found)}")
     return answer
@@ -100,7 +100,7 @@ def push_weights(
     table, dtype = tensor_table(_shape(answer["model"])), answer["model"]["dtype"]
     sent: dict[str, str] = {}
     missing = dict.fromkeys(table)
-    _call(engine, "init_weight_transfer_engine", init_info={"contract": contract.to_dict(), "kernels": kernels.version()})
+    _call(engine, "init_weight_transfer_engine", init_info={"contract": contract.to_dict(), "kernels": kernels.version(contract.family)})
     _call(engine, "start_weight_update")
     root = Path(tempfile.mkdtemp(prefix="tio-weights-", dir=folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)))
     try:

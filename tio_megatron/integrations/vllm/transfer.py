@@ -43,9 +43,10 @@ def contract_differences(theirs: dict[str, Any], their_kernels: str) -> list[str
     Raises:
         ValueError: their contract is none.
     """
-    found = plugin.active().differences(read(theirs).contract)
-    if their_kernels != kernels.version():
-        found.append(f"kernels: {kernels.version()} / {their_kernels}")
+    ours = plugin.active()
+    found = ours.differences(read(theirs).contract)
+    if their_kernels != kernels.version(ours.family):
+        found.append(f"kernels: {kernels.version(ours.family)} / {their_kernels}")
     return found
 
 

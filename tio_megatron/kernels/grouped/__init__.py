@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tio_megatron.kernels import families
 from tio_megatron.kernels.grouped.cpu import PackedExperts, grouped_packed, grouped_strided, grouped_wgrad_rows
 from tio_megatron.kernels.library import TYPES
 from tio_megatron.kernels.linear import refuse
@@ -19,9 +20,7 @@ __all__ = ["PackedExperts", "grouped_dgrad", "grouped_linear", "grouped_wgrad"]
 Weights = Sequence[torch.Tensor] | torch.Tensor
 
 
-def grouped_linear(
-    x: torch.Tensor, w: PackedExperts | Weights, offsets: torch.Tensor, *, leaves: int, out_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def grouped_linear(x: torch.Tensor, w: PackedExperts | Weights, offsets: torch.Tensor, *, leaves: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Each expert's rows times its weight: ``y[r] = w[expert of r] @ x[r]``. No autograd.
 
     Args:
@@ -86,9 +85,7 @@ def grouped_wgrad(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> t
     return grouped_wgrad_rows(dy, x, offsets)
 
 
-def _product(
-    what: str, x: torch.Tensor, w: list[torch.Tensor], offsets: torch.Tensor, leaves: int, paired: bool, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _product(what: str, x: torch.Tensor, w: list[torch.Tensor], offsets: torch.Tensor, leaves: int, paired: bool, out_dtype: torch.dtype) -> torch.Tensor:
     if not w:
         raise ValueError(f"{what}: at least one expert is needed")
     for one in w:
@@ -110,7 +107,8 @@ def _check(
     out_dtype: torch.dtype,
 ) -> None:
     fits = x.dim() == 2 and x.shape[1] == shape[1] and leaves > 0 and shape[1] % (leaves << paired) == 0
-    if not fits or x.dtype not in TYPES or w.dtype not in TYPES or out_dtype not in TYPES or x.device.type not in ("cpu", "meta") or x.device != w.device:
+    typed = x.dtype in TYPES and w.dtype in TYPES and out_dtype in TYPES
+    if not fits or not typed or not (x.is_cpu or families.serves("grouped", x.device.type)) or x.device != w.device:
         refuse(what, x, w, shape, leaves, out_dtype, paired)
     if experts < 1 or offsets.dtype != torch.int64 or tuple(offsets.shape) != (experts + 1,):
         raise ValueError(f"{what}: offsets must be int64 of shape [E + 1] for {experts} experts, got {offsets.dtype} {tuple(offsets.shape)}")

@@ -98,4 +98,4 @@ add_norm_terms = operator(
     _add_norm_terms_cpu,
     fake=_nothing,
 )
-value = operator("sum_value(Tensor low, Tensor? high, int unit, int split, Tensor(a!) out) -> ()", _value_cpu, fake=_nothing)
+value = operator("sum_value(Tensor low, Tensor? high, int unit, int split, Tensor(a!) out) -> ()", _value_cpu, fake=_nothing, names=("value",))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from tio_megatron.kernels import families
 from tio_megatron.kernels.library import TYPES
 from tio_megatron.kernels.linear.cpu import PackedWeight, linear_packed, matmul_strided
 
@@ -42,9 +43,7 @@ def linear(x: torch.Tensor, w: torch.Tensor | PackedWeight, *, leaves: int, out_
     return y if len(shape) == 2 else y.view(*shape[:-1], w.shape[0])
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, paired: bool = False, out_dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, paired: bool = False, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``a @ b.T`` of operands with any strides, for the backward: ``dX = matmul(dy, w.t())``, ``dW = matmul(dy.t(), x.t())``.
 
     Args:
@@ -66,7 +65,7 @@ def matmul(
 
 
 def _served(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    return x.dtype in TYPES and w.dtype in TYPES and out_dtype in TYPES and x.device.type in ("cpu", "meta") and x.device == w.device
+    return x.dtype in TYPES and w.dtype in TYPES and out_dtype in TYPES and (x.is_cpu or families.serves("matmul", x.device.type)) and x.device == w.device
 
 
 def refuse(what: str, x: torch.Tensor, w: torch.Tensor, shape: tuple[int, ...], leaves: int, out_dtype: torch.dtype, paired: bool = False) -> None:
@@ -84,4 +83,4 @@ def refuse(what: str, x: torch.Tensor, w: torch.Tensor, shape: tuple[int, ...], 
     if leaves < 1 or terms % (leaves << paired):
         works = [n for n in (1, 2, 4, 8, 16, 32, 64) if terms % (n << paired) == 0]
         raise ValueError(f"{what}: {terms} terms{' in two halves' if paired else ''} do not divide into {leaves} equal leaves; {works} would work")
-    raise ValueError(f"{what}: no kernel for operands on {x.device} and {w.device}; supported is cpu")
+    raise ValueError(f"{what}: no kernel for operands on {x.device} and {w.device}; both must be on one of: {', '.join(families.devices('matmul'))}")

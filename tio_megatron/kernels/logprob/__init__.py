@@ -28,7 +28,7 @@ def vocab_max(logits: Tensor, true_cols: int) -> Tensor:
     read. The maximum of several shards is exact in any order.
 
     Raises:
-        ValueError: not an fp32 matrix on the CPU, or it is narrower than ``true_cols``.
+        ValueError: not an fp32 matrix, or a device without kernels, or it is narrower than ``true_cols``.
     """
     _check("vocab_max", logits, true_cols)
     return cpu.vocab_max(logits, true_cols)
@@ -75,7 +75,7 @@ def log_softmax(logits: Tensor, order: VocabOrder) -> Tensor:
     Byte for byte what :func:`gather_logprob` gives for each column.
 
     Raises:
-        ValueError: not an fp32 matrix on the CPU, or narrower than the vocabulary.
+        ValueError: not an fp32 matrix, or a device without kernels, or narrower than the vocabulary.
     """
     _check("log_softmax", logits, order.vocab)
     return cpu.log_softmax(logits, order.vocab, order.runs, order.block)

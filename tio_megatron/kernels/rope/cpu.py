@@ -25,7 +25,10 @@ def _rope_cpu(x: Tensor, positions: Tensor, table: Tensor, inverse: bool) -> Ten
 
 
 rope = operator(
-    "rope(Tensor x, Tensor positions, Tensor table, bool inverse) -> Tensor", _rope_cpu, fake=lambda x, positions, table, inverse: x.new_empty(x.shape)
+    "rope(Tensor x, Tensor positions, Tensor table, bool inverse) -> Tensor",
+    _rope_cpu,
+    fake=lambda x, positions, table, inverse: x.new_empty(x.shape),
+    names=("rope_backward",),
 )
 
 

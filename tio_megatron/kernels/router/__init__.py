@@ -28,7 +28,7 @@ def scores(logits: Tensor) -> Tensor:
     """Softmax over all experts of ``logits[T, E]`` fp32, the sum in chains of 8 experts joined by the tree. A NaN logit makes its own row NaN. No autograd.
 
     Raises:
-        ValueError: not an fp32 matrix on the CPU.
+        ValueError: not an fp32 matrix, or a device without kernels.
     """
     _check("router_scores", logits)
     return cpu.scores(logits)
@@ -47,7 +47,7 @@ def route(logits: Tensor, top_k: int, normalise: bool = True) -> tuple[Tensor, T
         defined: ids 0 .. k-1 with NaN probabilities, so that the NaN stays with its own token.
 
     Raises:
-        ValueError: not an fp32 matrix on the CPU, or ``top_k`` outside 1 .. E.
+        ValueError: not an fp32 matrix, or a device without kernels, or ``top_k`` outside 1 .. E.
     """
     _check("route", logits)
     require(1 <= top_k <= logits.shape[1], "route", f"top_k {top_k} of {logits.shape[1]} experts; it must be between 1 and {logits.shape[1]}")

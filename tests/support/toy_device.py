@@ -1,0 +1,87 @@
+"""A device that torch knows, made in Python, and a kernel family on it: what adding an accelerator takes, without one.
+
+A toy tensor holds a CPU tensor. Plain torch operators run on what it holds; operators of ``tio::`` go through torch's dispatcher to
+the family's kernels, as on any device. Importing this renames torch's spare device for the whole process: use it in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map_only
+
+from tio_megatron.contract import FAMILIES, Family
+from tio_megatron.kernels import families
+
+calls: Counter[str] = Counter()
+"""How often each kernel of the family has run."""
+
+backend_registration._setup_privateuseone_for_python_backend("toy")
+FAMILIES["toy"] = Family(device="toy", file="toy", fields=FAMILIES["cpu"].fields, operands=("bfloat16",))
+
+
+class Toy(torch.Tensor):
+    """A tensor on the device ``toy``; ``held`` is the CPU tensor behind it."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, requires_grad: bool = False) -> Toy:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device="toy:0", requires_grad=requires_grad
+        )
+        made.held = held.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "tio":
+            below = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                return func(*args, **kwargs)
+        if str(kwargs.get("device", "")).startswith("toy"):
+            kwargs["device"] = torch.device("cpu")
+        with torch._C._DisableTorchDispatch():
+            result = func(*take(args), **take(kwargs))
+        written = func._schema.is_mutable and args and isinstance(args[0], Toy)
+        return args[0] if written else give(result)
+
+
+def take(tree: Any) -> Any:
+    """What toy tensors hold."""
+    return tree_map_only(Toy, lambda tensor: tensor.held, tree)
+
+
+def give(tree: Any) -> Any:
+    """CPU tensors as toy tensors."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if isinstance(tensor, Toy) else Toy(tensor), tree)
+
+
+def kernel(operator: str) -> Any:
+    """The family's kernel of ``tio::operator``: the CPU's, on what the tensors hold."""
+    on_cpu = getattr(torch.ops.tio, operator).default
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls[operator] += 1
+        return give(on_cpu(*take(args), **take(kwargs)))
+
+    return run
+
+
+def implement(*operators: str) -> None:
+    """Give the family kernels of these operators."""
+    for operator in operators:
+        families.implement(operator, "toy", kernel(operator), family="toy")
+
+
+_made = torch.library.Library("aten", "IMPL")
+
+
+@torch.library.impl(_made, "empty.memory_format", "PrivateUse1")
+def _empty(shape: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Toy:
+    """What autograd makes without a tensor at hand: zeros for a gradient that nobody gave."""
+    return Toy(torch.empty(shape, dtype=dtype, device="cpu"))
