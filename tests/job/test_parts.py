@@ -51,6 +51,13 @@ def test_options_of_megatron_have_its_names():
         parse(["--tp", "2"], world=3)
 
 
+def test_layouts_of_the_table_add_up():
+    apart = parse(["--trainers", "tp1", "--trainers", "ep2", "tp2", "--rollouts", "tp2", "--rollouts", "tp1"])
+    assert apart == parse(["--trainers", "tp1", "ep2", "tp2", "--rollouts", "tp2", "tp1"])
+    assert len(apart.trainers) == 3 and apart.rollouts == (RolloutLayout(2), RolloutLayout(1))
+    assert len(parse([]).trainers) == 4, "what is said replaces the default, and does not stay behind in it"
+
+
 def test_help_shows_every_option():
     shown = subprocess.run([sys.executable, str(ROOT / "launch" / "qwen3_moe.sh"), "--help"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     for word in ("--tensor-model-parallel-size", "--tp", "--model", "--quick", "examples:", "exit status", "--moe-token-dispatcher-type", "--rollouts"):
