@@ -29,7 +29,8 @@ def check(options: Options) -> None:
     _prompts(options, configs)
     folders.require_writable(options.cache, "TIO_CACHE")
     stages.require_cache(options, contract)
-    folders.require_out(options.out)
+    for folder in options.folders:
+        folders.require_out(folder)
     check_network()
 
 

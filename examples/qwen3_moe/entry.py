@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -89,19 +91,25 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
             world.close()
 
 
-def prepared(options: Options) -> tuple[Contract, list[Stage], Path]:
+def prepared(options: Options, until: contextlib.ExitStack) -> tuple[Contract, list[Stage], Path]:
     """The contract, the stages and a folder for what is on its way between the engines (on rank 0).
+
+    Until ``until`` is closed the job's folders are its own; then what is on its way is removed.
 
     Raises:
         InputProblem: bad input, in one line.
     """
-    from examples.qwen3_moe import early, stages
+    from examples.qwen3_moe import early, folders, stages
 
     try:
         early.check(options)  # under a torchrun of the user's own nobody has looked yet
+        for folder in options.folders:
+            until.enter_context(folders.claimed(folder))
         contract = stages.contract_for(options)
         made = stages.prepare(options, contract)
-        return contract, made, _scratch(options, made)
+        scratch = _scratch(options, made)
+        until.callback(shutil.rmtree, scratch, ignore_errors=True)
+        return contract, made, scratch
     except (OSError, ValueError) as error:
         raise ending.InputProblem(ending.describe(error)) from error
 
@@ -118,12 +126,10 @@ def _wait_for_torchrun(error: Exception) -> None:
 
 def _scratch(options: Options, found: Sequence[Stage]) -> Path:
     """A folder for weights and recordings on their way; in memory when it is large enough. Whoever gets it removes it."""
-    import shutil
     import tempfile
 
     from examples.qwen3_moe import folders, stages
 
-    options.out.mkdir(parents=True, exist_ok=True)
     need = max(stages.bytes_of(stage.config) * (stage.rounds if stage.train else 0) for stage in found) + (64 << 20)
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * need

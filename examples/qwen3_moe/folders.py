@@ -1,9 +1,15 @@
-"""Folders the job will write to, looked at before anything is made: can they be, and is the disk large enough."""
+"""Folders the job will write to, looked at before anything is made: can they be, are they free, and is the disk large enough."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from examples.qwen3_moe.ending import InputProblem
@@ -12,6 +18,8 @@ REPLACED = ("report.json", "logdiff.png", "metrics.jsonl", "rl.png")
 """Files that a job replaces in its folder."""
 REPORT_BYTES = 16 << 20
 """Of report, picture and logs; more than they take."""
+PATIENCE = 0.3
+"""Seconds; another job that only looks whether a folder is free holds it for less."""
 
 
 def require_writable(folder: Path, option: str) -> None:
@@ -43,7 +51,45 @@ def require_out(folder: Path) -> None:
             raise InputProblem(f"--out {folder}: {name} in it is a folder; remove it or name another folder")
     if (folder / "logs").is_file():
         raise InputProblem(f"--out {folder}: logs in it is a file; remove it or name another folder")
+    if folder.is_dir():
+        with _locked(folder):
+            pass
     require_room(folder, REPORT_BYTES, "--out")
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """A folder, made if need be, for this process alone. The lock is the system's and leaves no file, so it is gone when the process is, killed or not.
+
+    Raises:
+        InputProblem: another job has the folder, or its file system keeps no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise InputProblem(f"--out {folder}: another job is writing there; wait until it has ended, or name another folder") from error
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL):
+                    raise
+                reason = error.strerror or error
+                raise InputProblem(f"--out {folder}: its file system does not lock folders ({reason}); name a folder on a local disk") from error
+        yield
+    finally:
+        os.close(held)
 
 
 def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:

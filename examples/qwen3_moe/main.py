@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.qwen3_moe.entry import enter, prepared
@@ -29,9 +28,8 @@ def _work(options: Options, world: World, screen: Screen) -> int:
     from examples.qwen3_moe import report
     from examples.qwen3_moe.job import Run
 
-    scratch: Path | None = None
-    try:
-        contract, found, scratch = world.from_first(lambda: prepared(options))
+    with contextlib.ExitStack() as until:
+        contract, found, scratch = world.from_first(lambda: prepared(options, until))
         log = options.out / "logs"
         pairs, control, fingerprint = [], [], ""
         for number, stage in enumerate(found):
@@ -56,9 +54,6 @@ def _work(options: Options, world: World, screen: Screen) -> int:
             return 0 if pairs and all(pair.found.same for pair in pairs) else 1
 
         return world.from_first(finish)
-    finally:
-        if scratch is not None and world.first:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ class Options:
     quick: bool
     out: Path
     cache: Path
+    picture: Path | None = None
+    """Where the job draws its picture, if not in ``out``."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Those that the job writes results to: its own from beginning to end."""
+        return (self.out,) if self.picture is None else (self.picture, self.out)
 
 
 class Parser(argparse.ArgumentParser):

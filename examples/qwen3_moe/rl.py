@@ -5,10 +5,9 @@ This is the entry, started by ``launch/qwen3_moe.sh rl`` on every rank; the step
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.qwen3_moe.entry import enter, prepared
@@ -34,21 +33,17 @@ def _work(options: RlOptions, world: World, screen: Screen) -> int:
     from examples.qwen3_moe.rl_plot import draw
     from examples.qwen3_moe.rl_start import starting_point
 
-    scratch: Path | None = None
-    try:
-        contract, (stage,), scratch = world.from_first(lambda: prepared(options.job))
+    with contextlib.ExitStack() as until:
+        contract, (stage,), scratch = world.from_first(lambda: prepared(options.job, until))
         start, words = starting_point(options, stage, contract, world, screen)
         steps = Loop(options, world, screen, words, start, scratch, None if options.stock else contract).run()
 
         def finish() -> int:
-            draw(options.job.out.parent if options.stock else options.job.out)
+            draw(options.job.picture or options.job.out)
             print(sentence(steps, options.stock), flush=True)
             return 0 if options.stock or all(map(on_policy, steps)) else 1
 
         return world.from_first(finish)
-    finally:
-        if scratch is not None and world.first:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

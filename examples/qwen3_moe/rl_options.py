@@ -146,6 +146,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> RlOptions:
         quick=True,
         out=a.out / "stock" if a.stock else a.out,
         cache=cache_folder(),
+        picture=a.out if a.stock else None,
     )
     return RlOptions(
         job=job,

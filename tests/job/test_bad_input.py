@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.qwen3_moe import early, ending, prompts, report, stages
+from examples.qwen3_moe import early, ending, folders, prompts, report, stages
 from examples.qwen3_moe import world as world_module
 from examples.qwen3_moe.early import check_versions
 from examples.qwen3_moe.ending import InputProblem
@@ -228,6 +228,21 @@ def test_a_full_disk_is_said_first(work, capsys, monkeypatch):
 def test_a_report_that_could_not_be_replaced(work, capsys):
     (work / "out" / "report.json").mkdir(parents=True)
     assert "--out out: report.json in it is a folder" in refused(capsys, "--out", "out")
+
+
+@pytest.mark.parametrize("job, held, argv", [(main, "out", ()), (rl_main, "out", ()), (rl_main, "out", ("--stock",)), (rl_main, "out/stock", ("--stock",))])
+def test_a_folder_that_another_job_has(work, capsys, job, held, argv):
+    """Also where the other job came between the look and the claim. The lock ends with its owner and leaves nothing behind."""
+    one = () if job is main else ("--tp", "1", "--ep", "1")
+    out = Path(held)
+    with folders.claimed(out):
+        assert f"--out {held}: another job is writing there; wait until it has ended" in refused(capsys, *one, *argv, "--out", "out", job=job)
+        with pytest.raises(InputProblem, match="another job"), folders.claimed(out):
+            pass
+        with folders.claimed(work / "other"):
+            folders.require_out(work / "other" / "below")
+    with folders.claimed(out):
+        assert not list(out.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.qwen3_moe import folders
+
 ROOT = Path(__file__).resolve().parents[2]
 JOB = str(ROOT / "launch" / "qwen3_moe.sh")
 TWO_RANKS = ("--quick", "--tp", "2", "--ep", "2", "--pretrain-steps", "1", "--no-control", "--rounds", "1")
@@ -136,6 +138,26 @@ def test_a_signal_while_vllm_starts_ends_everything(place, how, said):
     assert not place.processes()
     assert not [path for number in running for path in Path("/dev/shm").glob(f"tio-job-{number}-*")]
     assert [path.name for path in (place.folder / "out" / "qwen3_moe").iterdir()] == ["logs"]
+
+
+def test_of_two_jobs_with_one_folder_the_second_is_refused(place):
+    out = place.folder / "out"
+    out.mkdir()
+    (out / "report.json").write_text("of an earlier run")
+    first = place.start("bash", JOB, "--out", "out", "--pretrain-steps", "100000", "--num-layers", "1", "--trainers", "tp1", "--rollouts", "tp1", "--no-control")
+    deadline = time.monotonic() + 120
+    while not list(place.folder.glob("cache/tiny-random-*")) and first.poll() is None and time.monotonic() < deadline:  # made once the folder is its own
+        time.sleep(0.1)
+    assert first.poll() is None, first.communicate()
+    for second in ([], ["rl", "--stock"]):
+        assert "--out out: another job is writing there" in refused(place.run("bash", JOB, *second, "--out", "out"))
+    assert first.poll() is None and [path.name for path in out.iterdir()] == ["report.json"] and (out / "report.json").read_text() == "of an earlier run"
+    first.kill()  # nobody can tidy up after this one
+    first.communicate(timeout=60)
+    while place.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with folders.claimed(out):
+        assert (out / "report.json").read_text() == "of an earlier run"
 
 
 @pytest.mark.full

@@ -192,7 +192,7 @@ def test_one_step_off_policy_is_status_1(tmp_path, monkeypatch, capsys, stock, b
 
     same, other = (measure([[-1.0]], [[score]], [[1.0]], [[1.0]], [0.5]) for score in (-1.0, -1.0000001))
     steps = [step | {"step": number} for number, step in enumerate((same, other if bit else same, same), 1)]
-    monkeypatch.setattr(rl, "prepared", lambda options: (None, [None], tmp_path / "scratch"))
+    monkeypatch.setattr(rl, "prepared", lambda options, until: (None, [None], tmp_path / "scratch"))
     monkeypatch.setattr(rl_start, "starting_point", lambda *_: (tmp_path, None))
     monkeypatch.setattr(rl_loop, "Loop", lambda *_: SimpleNamespace(run=lambda: steps))
     options = parse(["--out", str(tmp_path), *(["--stock"] if stock else [])])
