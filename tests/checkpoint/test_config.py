@@ -47,6 +47,10 @@ def test_a_missing_field_is_named(name):
         CheckpointConfig.from_dict({k: v for k, v in MOE.items() if k != name})
 
 
+POSITIONS = [("many", "'many'"), (10**12, "1000000000000"), (2**20 + 1, "1048577"), (0, "0"), (-1, "-1"), (4096.0, "4096.0"), (True, "True"), ("512", "'512'")]
+POSITIONS += [(None, "None"), ([512], r"\[512\]"), (10**400, "a number of about 400 digits")]
+
+
 @pytest.mark.parametrize(
     "fields, said",
     [
@@ -64,10 +68,11 @@ def test_a_missing_field_is_named(name):
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
-        ({"rope_theta": 10**400}, "it must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta is a number of about 400 digits, it must be a finite number above 1"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0, it must be a finite number above 1"),
         ({"layer_types": [["full_attention"]]}, "it must be a list of names"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM', supported are"),
-        ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
+        *[({"max_position_embeddings": value}, f"max_position_embeddings is {said}, it must be a whole number from 1 to") for value, said in POSITIONS],
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"eos_token_id": 300}, "eos_token_id 300 is outside the vocabulary of 300"),
         ({"head_dim": 15}, "head_dim is 15"),
@@ -80,6 +85,14 @@ def test_a_missing_field_is_named(name):
 def test_what_is_not_covered_is_refused(fields, said):
     with pytest.raises(CheckpointError, match=said):
         CheckpointConfig.from_dict(MOE | fields)
+
+
+def test_the_most_positions_are_those_of_the_rotary_table():
+    from tio_megatron.kernels.rope import rope_table
+
+    assert CheckpointConfig.from_dict(MOE | {"max_position_embeddings": 2**20}).max_positions == 2**20
+    with pytest.raises(ValueError, match="between 1 and 1048576, got 1048577"):
+        rope_table(2**20 + 1, 16, 1e4)
 
 
 def test_newer_spellings():

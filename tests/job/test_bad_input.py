@@ -175,6 +175,9 @@ def test_checkpoints(work, model, capsys):
         ({"rms_norm_eps": float("nan")}, "cannot be read as JSON (NaN is no number)"),
         ({"num_hidden_layers": 10**9}, "config.json asks for 1000000000 layers of 16 experts, 57000000003 tensors; the files hold 231"),
         ({"num_experts": 10**9}, "config.json asks for 4 layers of 1000000000 experts"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, it must be a whole number from 1 to 1048576"),
+        ({"max_position_embeddings": 4096.0}, "max_position_embeddings is 4096.0, it must be a whole number"),
+        ({"max_position_embeddings": 32}, "--max-new-tokens 32: at most 31 fit"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tio_megatron.contract import ModelShape
+from tio_megatron.contract.model import MAX_POSITIONS
 
 DTYPES = ("bfloat16", "float32")
 """Dtypes of weights the kernels take."""
@@ -71,10 +72,11 @@ class CheckpointConfig:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         if dtype not in DTYPES:
             problems.append(f"dtype is {dtype or None!r}, supported are {list(DTYPES)}")
-        for name, kinds in (("rms_norm_eps", (int, float)), ("max_position_embeddings", (int,))):
-            value = config.get(name)
-            if not isinstance(value, kinds) or not _positive(value):
-                problems.append(f"{name} is {value!r}, it must be a positive number")
+        if not _positive(epsilon := config.get("rms_norm_eps")):
+            problems.append(f"rms_norm_eps is {epsilon!r}, it must be a positive number")
+        positions = config.get("max_position_embeddings")
+        if type(positions) is not int or not 1 <= positions <= MAX_POSITIONS:
+            problems.append(f"max_position_embeddings is {_shown(positions)}, it must be a whole number from 1 to {MAX_POSITIONS}")
         if problems:
             raise CheckpointError("config.json: " + "; ".join(problems))
         return cls(
@@ -128,8 +130,8 @@ def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         problems.append("partial_rotary_factor is not 1, partial rotary positions are not supported")
     theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if not _positive(theta):
-        problems.append(f"rope_theta is {theta!r}, it must be a positive number")
+    if not _positive(theta) or theta <= 1:
+        problems.append(f"rope_theta is {_shown(theta)}, it must be a finite number above 1")
         return 0.0
     return float(theta)
 
@@ -137,6 +139,13 @@ def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
 def _positive(value: object) -> bool:
     """Whether it is a finite number above zero that fp64 can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _shown(value: object) -> str:
+    """The value for a message; of a number with hundreds of digits their count (Python refuses to print some)."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of about {int(value.bit_length() * 0.30103)} digits"
+    return repr(value)
 
 
 def _no_number(name: str) -> NoReturn:

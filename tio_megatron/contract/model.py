@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_POSITIONS = 1 << 20
+"""Positions of the longest sequence: up to here the tables of rotary angles are exact (:mod:`tio_megatron.kernels.rope.table`)."""
+
 
 @dataclass(frozen=True)
 class ModelShape:

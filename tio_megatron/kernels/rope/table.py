@@ -14,11 +14,12 @@ import math
 import torch
 from torch import Tensor
 
+from tio_megatron.contract.model import MAX_POSITIONS
+
 _PI_2 = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 """pi / 2 in three parts; the first two have 33 bits, so their products with a quadrant number below 2^20 are exact."""
 _SIN = tuple((-1.0) ** (n // 2) / math.factorial(n) for n in range(17, 0, -2))
 _COS = tuple((-1.0) ** (n // 2) / math.factorial(n) for n in range(18, -1, -2))
-MAX_POSITIONS = 1 << 20
 
 
 @functools.lru_cache(maxsize=8)
