@@ -38,6 +38,7 @@ def start_torchrun(argv: list[str]) -> int:
     import tempfile
 
     from examples.qwen3_moe import ending
+    from tio_megatron.kernels.build import LibraryError
 
     if argv[:1] == ["rl"]:
         from examples.qwen3_moe.rl_options import parse
@@ -54,7 +55,7 @@ def start_torchrun(argv: list[str]) -> int:
         from examples.qwen3_moe import early
 
         early.check(options.job if argv != words else options)
-    except (OSError, ValueError) as problem:
+    except (LibraryError, OSError, ValueError) as problem:
         return ending.refuse(problem)
     if count != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.qwen3_moe import ending
 from examples.qwen3_moe.children import end_with_parent
+from tio_megatron.kernels.build import LibraryError
 
 if TYPE_CHECKING:
     from examples.qwen3_moe.options import Options
@@ -58,7 +59,10 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
 
 def _in_a_world(options: Any, first: bool, work: Work) -> int:
     warnings.simplefilter("ignore")  # megatron-core says on import, once a module, which accelerator packages are missing
-    from examples.qwen3_moe import early
+    try:
+        from examples.qwen3_moe import early
+    except (LibraryError, ValueError) as problem:  # of the kernels: no library, or an instruction set that this processor lacks
+        return ending.refuse(problem)
     from examples.qwen3_moe.screen import Screen
     from examples.qwen3_moe.world import FirstRankFailed, World, exit_status
 

@@ -63,8 +63,18 @@ def test_only_changed_files_are_compiled_again(monkeypatch, tmp_path):
 
 def test_a_library_older_than_its_sources_is_refused(monkeypatch):
     monkeypatch.setattr(build, "source_hash", lambda: "another")
-    with pytest.raises(ImportError, match="older than its sources; run: python -m tio_megatron.kernels.build"):
+    with pytest.raises(ImportError, match="older than its sources; run: make setup, or python -m tio_megatron.kernels.build"):
         library._load()
+
+
+@pytest.mark.parametrize("contents, said", [(None, "is not built; run: "), (b"\x7fELF", "cannot be loaded .*: remove it, then run: make setup")])
+def test_a_library_that_is_none_is_refused(monkeypatch, tmp_path, contents, said):
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "x.so")
+    if contents is not None:
+        build.LIBRARY.write_bytes(contents)
+    with pytest.raises(build.LibraryError, match=said) as caught:
+        library._load()
+    assert "\n" not in str(caught.value)
 
 
 def test_instruction_sets():

@@ -26,6 +26,10 @@ class BuildError(RuntimeError):
     """The library cannot be built; the message is one line and says what is missing."""
 
 
+class LibraryError(ImportError):
+    """The C++ library is missing, cannot be loaded or is not built from these sources; the message is one line and says what to run."""
+
+
 def source_hash() -> str:
     """16 hex digits over the sources and flags; a library carries those it was built from."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())

@@ -29,19 +29,27 @@ ISAS = ("generic", "avx2", "avx512")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of the kernels and their codes in the C interface."""
 
-_REBUILD = "run: python -m tio_megatron.kernels.build"
+_REBUILD = "run: make setup, or python -m tio_megatron.kernels.build"
 
 
 def _load() -> ctypes.CDLL:
     if not build.LIBRARY.exists():
-        raise ImportError(f"the C++ library {build.LIBRARY.name} is not built; {_REBUILD}")
+        raise build.LibraryError(f"the C++ library {build.LIBRARY.name} is not built; {_REBUILD}")
     # torch is loaded already and brings libgomp: the library then shares its threads instead of starting a second set.
-    library = ctypes.CDLL(str(build.LIBRARY))
-    for name in ("tio_version", "tio_sources", "tio_isa"):
-        getattr(library, name).restype = ctypes.c_char_p
-    library.tio_set_isa.argtypes = [ctypes.c_char_p]
-    if build.SOURCES.is_dir() and library.tio_sources().decode() != build.source_hash():
-        raise ImportError(f"the C++ library {build.LIBRARY.name} is older than its sources; {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise build.LibraryError(f"the C++ library {build.LIBRARY.name} cannot be loaded ({reason}): remove it, then {_REBUILD}") from error
+    try:
+        for name in ("tio_version", "tio_sources", "tio_isa"):
+            getattr(library, name).restype = ctypes.c_char_p
+        library.tio_set_isa.argtypes = [ctypes.c_char_p]
+        built_from = library.tio_sources().decode()
+    except AttributeError as error:
+        raise build.LibraryError(f"the C++ library {build.LIBRARY.name} is another one ({error}): remove it, then {_REBUILD}") from error
+    if build.SOURCES.is_dir() and built_from != build.source_hash():
+        raise build.LibraryError(f"the C++ library {build.LIBRARY.name} is older than its sources; {_REBUILD}")
     return library
 
 
