@@ -159,7 +159,7 @@ def test_of_two_jobs_with_one_folder_the_second_is_refused(place):
     out = place.folder / "out"
     out.mkdir()
     (out / "report.json").write_text("of an earlier run")
-    first = place.start("bash", JOB, "--out", "out", "--pretrain-steps", "100000", "--num-layers", "1", "--no-control")
+    first = place.start("bash", JOB, "--out", "out", "--pretrain-steps", "100000", "--num-layers", "2", "--no-control")
     deadline = time.monotonic() + 120
     while not list(place.folder.glob("cache/tiny-random-*")) and first.poll() is None and time.monotonic() < deadline:  # made once the folder is its own
         time.sleep(0.1)
