@@ -55,7 +55,18 @@ FAMILIES: dict[str, Family] = {
         cuts=ACCELERATOR_CUTS,
         package="triton",
     ),
-    # An NPU's family goes here: device "npu", file "npu", kv_block 512.
+    "npu-910b": Family(
+        device="npu",
+        file="npu",
+        fields={"kv_block": 512, "chain": 0, "row_chain": 32, "router_chain": 8},
+        order={
+            "attention": "blocks of kv_block keys, p rounded to the operands' type before the second product; kernels/npu/twin_attention.py",
+            "norm": "squares folded in halves down to 64, then the tree; kernels/npu/twin.py",
+            "product": "one leaf: one fp32 accumulator of the cube, terms ascending",
+        },
+        cuts=ACCELERATOR_CUTS,
+        package="torch_npu",
+    ),
 }
 
 

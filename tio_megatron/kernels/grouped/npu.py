@@ -1,0 +1,42 @@
+"""The grouped product on an NPU by ``npu_grouped_matmul``, where its order fits the contract: one leaf, the result in the type of x.
+
+*Built, not run*, and its order is not published: that the cube adds the K terms of a row in one fp32 accumulator, and the same whatever rows stand beside
+it, is what ``ascend_selfcheck`` asks first. More leaves, or partial sums in fp32 (expert tensor parallelism), are refused here: the Triton kernels'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tio_megatron.kernels.npu.calls import find
+from tio_megatron.kernels.npu.limits import check_grouped
+from tio_megatron.kernels.operands import require
+
+CUMULATIVE = 0
+"""group_list_type: the entries are ends of groups, which are the contract's offsets without the first."""
+
+
+def grouped(x: Tensor, w: list[Tensor], offsets: Tensor, leaves: int, paired: bool, out_dtype: torch.dtype) -> Tensor:
+    """``x[R, K]`` sorted by expert, one ``w[N, K]`` for each, ``offsets[E + 1]`` to ``[R, N]``; ``tio::grouped``.
+
+    Raises:
+        ValueError: the documents forbid the shapes or types; several leaves; a result of another type.
+    """
+    what = "grouped product"
+    require(leaves == 1, what, f"{leaves} leaves; torch_npu's operator has one. Cut experts whole (ETP 1, cuts.expert_row = 1), or use the Triton kernels")
+    require(out_dtype == x.dtype, what, f"a result of {out_dtype} from {x.dtype}; torch_npu's operator rounds to the type of x. Use the Triton kernels")
+    x = x.contiguous()
+    if not x.shape[0]:
+        return x.new_empty(0, w[0].shape[0])
+    weights = [one.t() for one in w]
+    ends = offsets[1:]
+    check_grouped(x, weights, ends, group_list_type=CUMULATIVE)
+    (y,) = find("npu_grouped_matmul")([x], weights, group_list=ends, split_item=2, group_type=0, group_list_type=CUMULATIVE)
+    return y
+
+
+KERNELS: dict[str, Callable[..., Any]] = {"grouped": grouped}
