@@ -43,21 +43,87 @@ def test_any_cut_of_the_experts_gives_the_root(isa: str, cuts: tuple[int, ...]) 
     assert_same_bytes(tree.combine(partials), whole)
 
 
-def test_planted_orders_differ() -> None:
-    """Pains 1 and 4: experts one after another, from the owner on, in bf16, and with the product contracted into the sum."""
-    index, ids, probs = _choices(64, 128, 8)
-    rows = torch.randn(512, 64).bfloat16()
-    root = combine(rows, index, ids, probs, experts=128, nodes=[ReductionTree(128).root])[0]
-    terms = reference.weighted(rows, index, probs)
-    one_by_one = terms[:, 0]
-    for j in range(1, 8):
-        one_by_one = one_by_one + terms[:, j]
-    from_owner = terms[:, 3]
-    for j in (4, 5, 6, 7, 0, 1, 2):
-        from_owner = from_owner + terms[:, j]
-    pairwise_by_choice = ReductionTree(8).reduce(list(terms.unbind(1)))
-    for wrong in (one_by_one, from_owner, pairwise_by_choice):
-        assert first_mismatch(root, wrong)
+RANKS = 4
+"""Two ranks commute; three or more show in which order they are added."""
+
+
+def _one_after_another(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Pain 1: a token's experts in sequence, as a scatter-add has them."""
+    return _chain(list(terms.unbind(1)))
+
+
+def _from_any_expert_on(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """In sequence, but each token from another expert on."""
+    order = (start.unsqueeze(1) + torch.arange(terms.shape[1])) % terms.shape[1]
+    return _chain(list(terms.gather(1, order.unsqueeze(2).expand_as(terms)).unbind(1)))
+
+
+def _pairs_of_choices(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """A tree over the choices instead of the experts: no rank could add up its own part of it."""
+    return ReductionTree(terms.shape[1]).reduce(list(terms.unbind(1)))
+
+
+def _rank_after_rank(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Each rank's sum is right; then rank 0, 1, 2, 3."""
+    return _chain(list(parts))
+
+
+def _ring_from_the_owner(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Pain 4: rank after rank, from the right neighbour of the token's owner on."""
+    order = (start.unsqueeze(1) + 1 + torch.arange(RANKS)).T % RANKS
+    return _chain(list(parts.gather(0, order.unsqueeze(2).expand_as(parts))))
+
+
+def _ranks_rounded(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Pain 2: the right tree, over ranks' sums that were rounded to bf16."""
+    return ReductionTree(RANKS).reduce(list(parts.bfloat16().float())).bfloat16()
+
+
+def _added_in_bf16(terms: torch.Tensor, parts: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Every term and every sum rounded to bf16."""
+    total = terms[:, 0].bfloat16()
+    for term in terms.bfloat16().unbind(1)[1:]:
+        total = total + term
+    return total
+
+
+def _chain(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+PLANTS = (_one_after_another, _from_any_expert_on, _pairs_of_choices, _rank_after_rank, _ring_from_the_owner, _ranks_rounded, _added_in_bf16)
+
+
+@pytest.mark.parametrize("tokens, experts, top_k, h", [(64, 128, 8, 64), (80, 16, 4, 48), (50, 32, 5, 33)])
+def test_planted_orders_differ(tokens: int, experts: int, top_k: int, h: int) -> None:
+    """On the same inputs: the ranks' sums make the root in the tree's order, and other bytes in each of the orders that people have shipped."""
+    tree = ReductionTree(experts)
+    index, ids, probs = _choices(tokens, experts, top_k)
+    rows = torch.randn(tokens * top_k, h).bfloat16()
+    root = combine(rows, index, ids, probs, experts=experts, nodes=[tree.root])[0]
+    each = experts // RANKS
+    parts = torch.stack(
+        [combine(rows, torch.where(ids // each == rank, index, -1), ids, probs, experts=experts, nodes=[Node(rank * each, each)])[0] for rank in range(RANKS)]
+    )
+    assert_same_bytes(ReductionTree(RANKS).reduce(list(parts)), root)
+    terms, start = reference.weighted(rows, index, probs), torch.randint(0, 64, (tokens,))
+    for plant in PLANTS:
+        wrong = plant(terms, parts, start)
+        assert first_mismatch(root.to(wrong.dtype), wrong) is not None, plant.__name__
+
+
+def test_a_product_contracted_into_the_sum_differs() -> None:
+    """What a compiler makes of ``sum += row * prob`` unless it is told not to: the product loses its own rounding."""
+    index, ids, probs = _choices(64, 4, 2)  # two choices: both orders of the sum are one
+    rows = torch.randn(128, 64).bfloat16()
+    root = combine(rows, index, ids, probs, experts=4, nodes=[ReductionTree(4).root])[0]
+    first, second = reference.weighted(rows, index, probs).unbind(1)
+    assert_same_bytes(first + second, root)
+    contracted = (first.double() + rows[index[:, 1]].double() * probs[:, 1:].double()).float()
+    assert first_mismatch(contracted, root) is not None
 
 
 def test_absent_is_minus_zero_and_nan_rows_are_not_read(isa: str) -> None:
