@@ -208,18 +208,30 @@ def replaced(*places):
             setattr(module, name, old)
 
 
+def _one_after_another(rows, index, ids, probs, *, experts, nodes):
+    out = torch.full((len(nodes), index.shape[0], rows.shape[1]), -0.0)
+    for j in range(index.shape[1]):
+        here = (index[:, j] >= 0).nonzero().squeeze(1)
+        term = rows[index[here, j]].float()
+        out[0, here] = out[0, here] + (term if probs is None else term * probs[here, j, None])
+    return out
+
+
 def experts_in_sequence():
     """A rank adds its experts' rows one after another, ascending, as a scatter-add does."""
+    return replaced((experts, "combine", _one_after_another))
 
-    def sequential(rows, index, ids, probs, *, experts, nodes):
-        out = torch.full((len(nodes), index.shape[0], rows.shape[1]), -0.0)
-        for j in range(index.shape[1]):
-            here = (index[:, j] >= 0).nonzero().squeeze(1)
-            term = rows[index[here, j]].float()
-            out[0, here] = out[0, here] + (term if probs is None else term * probs[here, j, None])
-        return out
 
-    return replaced((experts, "combine", sequential))
+def own_experts_first():
+    """The owner of a token adds what its own experts gave, then what comes from its right neighbour, and so on around: as rows arrive."""
+
+    def arriving(rows, index, ids, probs, *, experts, nodes):
+        size, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+        order = ((ids // (experts // size) - rank) % size).argsort(dim=1, stable=True)
+        index, probs = index.gather(1, order), None if probs is None else probs.gather(1, order)
+        return _one_after_another(rows, index, ids, probs, experts=experts, nodes=nodes)
+
+    return replaced((experts, "combine", arriving))
 
 
 def shard_as_one_leaf():
@@ -278,7 +290,8 @@ def partials_in_bf16():
     return replaced((experts, "all_reduce", lambda x, group, *, out_dtype=None: stock(x.to(out_dtype).float(), group, out_dtype=out_dtype)))
 
 
-PLANTS = {f.__name__: f for f in (experts_in_sequence, shard_as_one_leaf, ranks_in_sequence, ring_from_owner, rows_added_in_bf16, partials_in_bf16)}
+_ORDERS = (experts_in_sequence, own_experts_first, shard_as_one_leaf, ranks_in_sequence, ring_from_owner)
+PLANTS = {f.__name__: f for f in (*_ORDERS, rows_added_in_bf16, partials_in_bf16)}
 
 
 def plants_for(row):
