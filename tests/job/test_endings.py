@@ -81,18 +81,24 @@ def test_what_only_a_rank_can_know_is_one_line_too(place):
     assert not place.processes() and not list(place.folder.rglob("*.safetensors")) and not list(place.folder.rglob("*draft*"))
 
 
-@pytest.mark.parametrize("start", [("bash", "launch/qwen3_moe.sh", "rl"), (sys.executable, "-m", "examples.qwen3_moe.main")], ids=["launch", "rank"])
-def test_kernels_that_are_not_built_are_one_line(place, start):
+STARTS = {"launch": ("bash", "launch/qwen3_moe.sh", "rl"), "rank": (sys.executable, "-m", "examples.qwen3_moe.main")}
+FAULTS = [("launch", "older"), ("rank", "missing"), *[pytest.param("rank", fault, marks=pytest.mark.full) for fault in ("older", "isa")]]
+
+
+@pytest.mark.parametrize("start, fault", FAULTS)
+def test_kernels_that_are_not_built_are_one_line(place, start, fault):
     """In a copy of the checkout, as after a ``git pull`` without ``make setup``."""
     for name in ("collectives", "examples", "launch", "tio_megatron"):
         shutil.copytree(ROOT / name, place.folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     library, source = place.folder / "tio_megatron/kernels/_tio_cpu.so", place.folder / "tio_megatron/kernels/csrc/adam.cpp"
-    here = {"PYTHONPATH": str(place.folder)}
-    assert "instruction set 'sse9' is not available on this processor" in refused(place.run(*start, **here, TIO_CPU_ISA="sse9"))
-    source.write_text(source.read_text() + "// newer\n")
-    assert refused(place.run(*start, **here)).endswith("is older than its sources; run: make setup, or python -m tio_megatron.kernels.build")
-    library.unlink()
-    assert refused(place.run(*start, **here)).endswith("is not built; run: make setup, or python -m tio_megatron.kernels.build")
+    if fault == "older":
+        source.write_text(source.read_text() + "// newer\n")
+    if fault == "missing":
+        library.unlink()
+    said = {"older": "is older than its sources; run: make setup, or python -m tio_megatron.kernels.build"}
+    said |= {"missing": "is not built; run: make setup, or python -m tio_megatron.kernels.build", "isa": "'sse9' is not available on this processor"}
+    line = refused(place.run(*STARTS[start], PYTHONPATH=str(place.folder), **({"TIO_CPU_ISA": "sse9"} if fault == "isa" else {})))
+    assert said[fault] in line
     assert not (place.folder / "out").exists() and not (place.folder / "cache").exists()
 
 
