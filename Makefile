@@ -29,6 +29,11 @@ WHEELS_DONE  := $(WHEELS)/.complete-$(call hash,cat $(LOCK); uname -m)
 ENV_DONE     := $(STAMPS)/env-$(call hash,cat $(LOCK); echo $(abspath $(VENV)))
 PACKAGE_DONE := $(STAMPS)/package-$(call hash,cat $(BUILT_FROM); echo $(BUILT_FROM) $(CURDIR))
 
+ASCEND      := $(VENV)-ascend
+ASCEND_DONE := $(ASCEND)/.tio-$(call hash,cat tests/npu/requirements.txt tests/npu/stub.py; echo $(CURDIR))
+# torch_npu's own start-up is off: it would run, and fail, in every import of torch
+IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 TIO_TEST_ASCEND=1 PYTHONPATH="$(CURDIR)"
+
 define HELPERS
 say() { printf 'make: %s\n' "$$*" >&2; }
 die() { say "$$@"; exit 1; }
@@ -57,7 +62,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train test test-full check bench clean distclean
+.PHONY: help setup demo rl matrix-train test test-full test-ascend remake-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -81,6 +86,13 @@ test: setup  ## the tests that CI runs
 test-full: setup  ## all tests, the slow ones too
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-ascend: $(ASCEND_DONE)  ## every call of an NPU operator against torch_npu's wheel, without an NPU, in an environment of its own (.venv-ascend)
+	@$(IN_ASCEND) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_ASCEND) python -m tio_megatron.kernels.build
+	$(IN_ASCEND) python -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning tests/npu $(ARGS)
+
+remake-ascend: $(ASCEND_DONE)
+	@$(IN_ASCEND) python -m tests.npu.snapshot
+
 check: setup  ## ruff, mypy and the tests
 	@$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -89,6 +101,22 @@ check: setup  ## ruff, mypy and the tests
 bench: setup  ## the benchmarks, against the stock packages
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
+$(ASCEND_DONE):
+	@$(HELPERS)
+	need
+	if [ -d $(ASCEND) ] && ! ls $(ASCEND)/.tio-* >/dev/null 2>&1; then die "'$(ASCEND)' was not made by this Makefile: move it away"; fi
+	mkdir -p $(ASCEND)
+	touch $(ASCEND)/.tio-unfinished
+	need_disk $(ASCEND)
+	find $(ASCEND) -mindepth 1 -maxdepth 1 ! -name '.tio-unfinished' -exec rm -rf {} +
+	mkdir -p "$(WHEELS)"
+	$(PYTHON) -m venv $(ASCEND)
+	say "installing torch and torch_npu into $(ASCEND), a minute or three"
+	$(ASCEND)/bin/python -m pip install -q --disable-pip-version-check --find-links "$(WHEELS)" -r tests/npu/requirements.txt
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ASCEND)/bin/python tests/npu/stub.py $(ASCEND)/cann >/dev/null
+	touch '$@'
+	rm -f $(ASCEND)/.tio-unfinished
+
 clean:  ## remove what was built and measured; .venv and the wheels stay
 	@rm -rf build dist out ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/package-*
 	find tio_megatron collectives examples tests benchmarks \( -name __pycache__ -o -name "*.so" -o -name "*.built" \) -prune -exec rm -rf {} +
@@ -96,6 +124,7 @@ clean:  ## remove what was built and measured; .venv and the wheels stay
 distclean: clean  ## remove .venv too; the wheels stay
 	@$(HELPERS)
 	if [ -d $(STAMPS) ]; then empty; rm -rf $(VENV); fi
+	if ls $(ASCEND)/.tio-* >/dev/null 2>&1; then rm -rf $(ASCEND); fi
 
 $(ENV_DONE):
 	@$(HELPERS)

@@ -2,7 +2,7 @@
 
 Needs torch_npu, so it runs in the environment of ``make test-ascend``::
 
-    make test-ascend ARGS=--remake        # write tests/npu/schemas_torch_npu_2.13.0.txt anew; then look at the difference
+    make remake-ascend      # writes tests/npu/schemas_torch_npu_2.13.0.txt anew; then look at the difference, and bring the table in line
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TABLE = Path(__file__).resolve().parents[2] / "tio_megatron" / "kernels" / "npu"
 
 def names() -> list[str]:
     """The operators that the package names in its table of schemas (read as text: the package itself is not needed here)."""
-    return sorted(set(re.findall(r'"npu::(\w+)\(', TABLE.read_text())))
+    return list(dict.fromkeys(re.findall(r'"npu::(\w+)\(', TABLE.read_text())))
 
 
 def registered(name: str) -> str:
@@ -29,3 +29,12 @@ def registered(name: str) -> str:
 
 def snapshot() -> str:
     return "".join(registered(name) + "\n" for name in names())
+
+
+if __name__ == "__main__":
+    import torch_npu
+
+    if torch_npu.__version__.split("+")[0] != VERSION:
+        raise SystemExit(f"torch_npu {torch_npu.__version__} is installed; the snapshot is of {VERSION}")
+    FILE.write_text(snapshot())
+    print(f"wrote {FILE}")

@@ -2,7 +2,8 @@
 
 torch_npu's wheel names CANN's shared libraries. The loader wants them to exist and to define the functions that the wheel uses, so
 this makes them: it reads from the wheel's own ELF tables which libraries and functions are missing, writes one C function for each, and
-compiles that with gcc. A call returns :data:`NO_DEVICE`; a few return "nothing there", since the import itself asks them.
+compiles that with gcc. A call returns :data:`NO_DEVICE`; a few answer, since the import and torch's guards ask them: there is a chip with the number 0,
+and whatever is wanted of it fails.
 
 ``python tests/npu/stub.py DIR`` writes the libraries to DIR and prints the value that ``LD_LIBRARY_PATH`` needs.
 """
@@ -18,7 +19,9 @@ NO_DEVICE = 507899
 """CANN's number for an internal error of its runtime."""
 
 ANSWERS = {
-    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned int *count) { if (count) *count = 0; return 0; }",
+    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned int *count) { if (count) *count = 1; return 0; }",
+    "aclrtGetDevice": "int aclrtGetDevice(int *device) { if (device) *device = 0; return 0; }",
+    "aclrtSetDevice": "int aclrtSetDevice(int device) { return 0; }",
     "aclrtGetSocName": "const char *aclrtGetSocName(void) { return 0; }",
     "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN here: a stand-in for loading"; }',
     "aclAppLog": "void aclAppLog(void) {}",
@@ -27,7 +30,7 @@ ANSWERS = {
     "MsprofGetHashId": "unsigned long MsprofGetHashId(void) { return 0; }",
     "MsprofSysCycleTime": "unsigned long MsprofSysCycleTime(void) { return 0; }",
 }
-"""What the import itself asks, answered with "none"."""
+"""What the import asks, and what torch's guards ask before a shape is worked out."""
 
 PREFIXES = ("acl", "rt", "Msprof", "Hccl", "ge", "tdt", "hccl")
 """C functions of CANN begin so; other missing names belong to libraries that the wheel loads only when they are used."""
