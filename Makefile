@@ -32,7 +32,7 @@ PACKAGE_DONE := $(STAMPS)/package-$(call hash,cat $(BUILT_FROM); echo $(BUILT_FR
 ASCEND      := $(VENV)-ascend
 ASCEND_DONE := $(ASCEND)/.tio-$(call hash,cat tests/npu/requirements.txt tests/npu/stub.py; echo $(CURDIR))
 # torch_npu's own start-up is off: it would run, and fail, in every import of torch
-IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 TIO_TEST_ASCEND=1 PYTHONPATH="$(CURDIR)"
+IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 ASCEND_WHEEL=1 PYTHONPATH="$(CURDIR)"
 
 define HELPERS
 say() { printf 'make: %s\n' "$$*" >&2; }

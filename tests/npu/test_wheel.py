@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-HERE = os.environ.get("TIO_TEST_ASCEND") == "1" and importlib.util.find_spec("torch_npu") is not None
+HERE = os.environ.get("ASCEND_WHEEL") == "1" and importlib.util.find_spec("torch_npu") is not None
 pytestmark = pytest.mark.skipif(not HERE, reason="torch_npu's wheel is needed: make test-ascend makes an environment with it")
 
 if HERE:
