@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tio_megatron import kernels
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
+from tio_megatron.integrations import devices
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
 from tio_megatron.layers import grads
@@ -69,7 +69,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
             found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
         raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
     _check_versions()
-    kernels.load(session.contract.family)
+    devices.load(session.contract.family)
     from tio_megatron.integrations.megatron.grad_sums import IntegerSums
     from tio_megatron.integrations.megatron.patches import all_patches
 

@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron import kernels
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
+from tio_megatron.integrations import devices
 
 MODELS = {
     "Qwen3MoeForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3MoeForCausalLM",
@@ -72,7 +72,7 @@ def activate(contract: Contract) -> None:
     from tio_megatron.integrations.vllm import front, refusals
 
     refusals.check_versions()
-    kernels.load(contract.family)
+    devices.load(contract.family)
     # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
