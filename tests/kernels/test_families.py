@@ -1,6 +1,8 @@
 """Kernel families stand side by side: the device chooses, a family needs no layer's help, and what it lacks is refused by name."""
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -21,6 +23,7 @@ from tio_megatron.contract import Contract, VocabOrder
 from tio_megatron.layers import attention, linear, norm, activation, router, vocab
 from tio_megatron.testing import assert_same_bytes
 import tests.support.toy_device as toy
+toy.install()
 
 torch.manual_seed(0)
 def bf16(*shape): return torch.randn(*shape).bfloat16()
@@ -102,6 +105,9 @@ def test_one_device_has_one_family_in_a_process():
 
 
 def test_every_operator_is_in_the_table_under_the_names_that_checks_use():
+    for folder in pkgutil.iter_modules(kernels.__path__):
+        if folder.ispkg:
+            importlib.import_module(f"tio_megatron.kernels.{folder.name}")
     for what in ("rms_norm", "rope_backward", "adam", "value", "matmul", "grouped", "router_scores", "attention_paged"):
         assert families.devices(what)[:1] == ("cpu",) and families.serves(what, "meta") and not families.serves(what, "xpu")
     with pytest.raises(ValueError, match="nonsense: x is on .*supported here is none"):

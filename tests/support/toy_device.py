@@ -1,7 +1,8 @@
 """A device that torch knows, made in Python, and a kernel family on it: what adding an accelerator takes, without one.
 
 A toy tensor holds a CPU tensor. Plain torch operators run on what it holds; operators of ``tio::`` go through torch's dispatcher to
-the family's kernels, as on any device. Importing this renames torch's spare device for the whole process: use it in a process of its own.
+the family's kernels, as on any device. :func:`install` renames torch's spare device for the whole process and starts a thread for it with the
+first backward pass (after which a process may not fork): use it in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ from tio_megatron.kernels import families
 calls: Counter[str] = Counter()
 """How often each kernel of the family has run."""
 
-backend_registration._setup_privateuseone_for_python_backend("toy")
-FAMILIES["toy"] = Family(device="toy", file="toy", fields=FAMILIES["cpu"].fields, operands=("bfloat16",))
+_kept: list[torch.library.Library] = []
+"""Registrations live as long as the object that made them."""
+
+
+def install() -> None:
+    """Make the device and the family."""
+    backend_registration._setup_privateuseone_for_python_backend("toy")
+    FAMILIES["toy"] = Family(device="toy", file="toy", fields=FAMILIES["cpu"].fields, operands=("bfloat16",))
+    made = torch.library.Library("aten", "IMPL")
+    made.impl("empty.memory_format", _empty, "PrivateUse1")
+    _kept.append(made)
 
 
 class Toy(torch.Tensor):
@@ -78,10 +88,6 @@ def implement(*operators: str) -> None:
         families.implement(operator, "toy", kernel(operator), family="toy")
 
 
-_made = torch.library.Library("aten", "IMPL")
-
-
-@torch.library.impl(_made, "empty.memory_format", "PrivateUse1")
 def _empty(shape: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Toy:
     """What autograd makes without a tensor at hand: zeros for a gradient that nobody gave."""
     return Toy(torch.empty(shape, dtype=dtype, device="cpu"))
