@@ -62,7 +62,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train test test-full test-ascend remake-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-ascend remake-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -79,6 +79,9 @@ rl: setup  ## reinforcement learning: 40 steps exactly on policy, then the stock
 
 matrix-train: setup  ## training in 36 layouts, 8 with an auxiliary loss, and changing them half-way: one SHA-256 of weights and optimizer (ARGS=--quick: a few of them)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m examples.qwen3_moe.matrix_train $(ARGS)
+
+faults: setup  ## plants 22 kinds of mismatch, lets tio diagnose name them, and writes the table in docs/divergence.md
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/faults.py $(ARGS)
 
 test: setup  ## the tests that CI runs
 	@$(BIN)/python -m pytest -m 'not full' $(ARGS)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import tio_megatron
-from tio_megatron.commands import logdiff
+from tio_megatron.commands import diagnose, logdiff
 
 app = typer.Typer(
     name="tio",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 app.command(epilog=logdiff.EPILOG)(logdiff.logdiff)
+app.command(epilog=diagnose.EPILOG)(diagnose.diagnose)
 
 
 def _version(wanted: bool) -> None:

@@ -204,5 +204,3 @@ def _says_stop(failed: bool) -> bool:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-

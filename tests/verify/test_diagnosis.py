@@ -1,0 +1,36 @@
+"""The diagnosis names a planted fault of every kind in the list of field reports, wherever it is, and accuses no clean pair. ``make faults`` runs more."""
+
+import pytest
+from faults import examine, right
+from planted_faults import FAULTS, clean, plant
+
+
+@pytest.mark.parametrize("number", range(1, len(FAULTS) + 1))
+def test_a_planted_fault_is_named(number, tmp_path):
+    truth = plant(number, 100, tmp_path / "pair")
+    found = examine(tmp_path / "pair")
+    assert right(found, truth), f"{found}\nplanted: {truth}"
+    assert found.status == 1 and found.evidence and found.cure
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(101, 107))
+@pytest.mark.parametrize("number", range(1, len(FAULTS) + 1))
+def test_wherever_it_is(number, seed, tmp_path):
+    truth = plant(number, seed, tmp_path / "pair")
+    found = examine(tmp_path / "pair")
+    assert right(found, truth), f"{found}\nplanted: {truth}"
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_clean_pairs_are_not_accused(seed, tmp_path):
+    clean(seed, tmp_path / "pair")
+    found = examine(tmp_path / "pair")
+    assert found.kind == "equal" and found.compared > 15, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(104, 140))
+def test_more_clean_pairs(seed, tmp_path):
+    clean(seed, tmp_path / "pair")
+    assert examine(tmp_path / "pair").kind == "equal"

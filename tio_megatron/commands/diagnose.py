@@ -1,0 +1,50 @@
+"""``tio diagnose A B``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tio_megatron.commands.answer import JSON, tell
+
+EPILOG = "Example: tio diagnose trainer.trace rollout.trace"
+
+
+def diagnose(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Trace of one side, as tio record writes it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Trace of the other side, over the same tokens.")],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Name the first point at which two traces differ, the kind of cause, and what to change.
+
+    Exit status: 0 equal, 1 differs, 2 could not tell (other tokens, other models, no trace). Every cause has a section in docs/divergence.md.
+    """
+
+    def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        from tio_megatron.verify.diagnosis import diagnose as compare
+        from tio_megatron.verify.diagnosis.finding import KINDS
+        from tio_megatron.verify.traces import open_trace
+
+        found = compare(open_trace(a), open_trace(b))
+
+        def show(console: Console) -> None:
+            console.print(found.verdict, style="green" if found.status == 0 else "bold red", highlight=False, soft_wrap=True)
+            said = [KINDS[found.kind]] if found.kind != "equal" else []
+            if found.first:
+                said.append(f"{found.rows} tokens differ there, first token {found.first[1]} of sequence {found.first[0]}")
+            for line in (*said, *found.evidence):
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+            for line in found.routing:
+                console.print(f"  routing: {line}", markup=False, highlight=False, soft_wrap=True)
+            if found.cure:
+                console.print(f"To change: {found.cure}", style="bold", markup=False, highlight=False, soft_wrap=True)
+            if found.cause:
+                console.print(f"More: docs/divergence.md#{found.cause}", markup=False, highlight=False)
+
+        return found.status, found.to_json(), show
+
+    tell("diagnose", as_json, work)

@@ -1,0 +1,95 @@
+"""One differing point with everything that is known about it: what the rules and the order search work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tio_megatron.verify.traces.points import Point
+from tio_megatron.verify.traces.reader import Trace
+
+MOST_ROWS = 48
+
+
+@dataclass
+class Case:
+    """``point`` is the first that differs; ``differs`` [T] says at which tokens. Every earlier recorded point is equal on both sides.
+
+    Values come as fp64 (exact for every type recorded) of A and B; inputs are A's, which are B's too.
+    """
+
+    a: Trace
+    b: Trace
+    point: Point
+    differs: npt.NDArray[np.bool_]
+    compared: npt.NDArray[np.bool_]
+    graph: dict[str, Point] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """Rows to look at: differing ones, at most MOST_ROWS, spread over all; [r] int64."""
+        found = np.flatnonzero(self.differs)
+        chosen = found[np.unique(np.linspace(0, len(found) - 1, min(MOST_ROWS, len(found))).round().astype(np.int64))]
+        return torch.from_numpy(chosen)
+
+    @cached_property
+    def kept(self) -> bool:
+        """Whether both sides kept the point's tensor."""
+        return self.point.name in self.a.kept and self.point.name in self.b.kept
+
+    @cached_property
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole tensors [T, ...] of A and B, in their own types."""
+        a, b = self.a.values(self.point.name), self.b.values(self.point.name)
+        assert a is not None and b is not None
+        return a, b
+
+    def input(self, name: str) -> torch.Tensor | None:
+        """The tensor of an earlier point (in its own type), from whichever side kept it."""
+        for side in (self.a, self.b):
+            if name in side.recorded and (found := side.values(name)) is not None:
+                return found
+        return None
+
+    def parent(self, part: str) -> torch.Tensor | None:
+        """The tensor of the parent whose name ends in ``part``."""
+        return next((self.input(name) for name in self.point.parents if name.rsplit(".", 1)[-1] == part), None)
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A parameter, from whichever side kept it (they are equal here)."""
+        for side in (self.a, self.b):
+            if (found := side.weight(name)) is not None:
+                return found
+        return None
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        """HF names of the point's parameters that either side has; experts' names are written out."""
+        names = sorted(self.a.weights.keys() | self.b.weights.keys())
+        found = []
+        for pattern in self.point.weights:
+            start, star, end = pattern.partition("*")
+            found += [name for name in names if (name.startswith(start) and name.endswith(end) if star else name == pattern)]
+        return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".") if part.isdigit()] or [0])
+
+    def fact(self, name: str, default: Any = None) -> list[Any]:
+        """The distinct values that the sides state for a fact, A's first."""
+        found = [side.facts[name] for side in (self.a, self.b) if side.facts.get(name) is not None]
+        return list(dict.fromkeys(found)) or ([default] if default is not None else [])
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Types of the point on both sides, as recorded."""
+        found = [getattr(torch, str(side.recorded[self.point.name]["dtype"])) for side in (self.a, self.b)]
+        return found[0], found[1]
+
+    def names(self, rows: npt.NDArray[np.int64], most: int = 3) -> str:
+        """Some rows in words."""
+        places = [self.a.where(int(row)) for row in rows[:most]]
+        more = f" and {len(rows) - most} more" if len(rows) > most else ""
+        return ", ".join(f"token {position} of sequence {sequence}" for sequence, position in places) + more

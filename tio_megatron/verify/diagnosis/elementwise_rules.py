@@ -1,0 +1,215 @@
+"""Rules of norms, rotary embedding, activation, residual sum and embedding. Legend: r rows of the case, D head size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.rules import Rule, rounded
+
+_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
+_THETAS = (10000.0, 500000.0, 1000000.0, 5000000.0, 10000000.0)
+
+
+def low(case: Case) -> torch.dtype:
+    """The narrower type of the point on both sides (the one roundings go to)."""
+    return min(case.dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def norm_rules(case: Case) -> Iterator[Rule]:
+    """Axes: where the weight is multiplied, what the variance is taken of, epsilon, the weight's form, the mean."""
+    name, weight = case.point.parents[0], case.weight(case.point.weights[0])
+    x = case.input(name)
+    if x is None or weight is None:
+        return
+    width = weight.numel()
+    dtype, x = low(case), x[case.rows].to(torch.float64)
+    shape = x.shape
+    w = weight.to(torch.float64)
+    source = {"sum": x.reshape(-1, width)}
+    made = case.graph.get(name)
+    if made is not None and made.op == "add":
+        terms = [case.input(parent) for parent in made.parents]
+        if terms[0] is not None and terms[1] is not None:
+            source["unrounded sum"] = sum((term[case.rows].to(torch.float64) for term in terms if term is not None), torch.zeros(())).reshape(-1, width)
+
+    def rule(
+        cast: str = "after the weight", of: str = "sum", value: str = "", eps: float | None = None, form: str = "weight", mean: str = "root mean square"
+    ) -> Rule:
+        value, eps_ = value or of, eps if eps is not None else float(case.fact("norm_eps", 1e-6)[0])
+
+        def compute() -> torch.Tensor:
+            var, v = source[of], source[value]
+            if mean != "root mean square":
+                var, v = var - var.mean(-1, keepdim=True), v - v.mean(-1, keepdim=True)
+            squares = var.square()
+            if cast == "variance too":
+                squares = rounded(squares, dtype)
+            r = (squares.mean(-1, keepdim=True) + eps_).rsqrt().to(torch.float32).to(torch.float64)
+            scale = {"weight": w, "1 + weight": 1 + w, "none": torch.ones_like(w)}[form]
+            if cast == "after the weight":
+                out = (v * r).to(torch.float32).to(torch.float64) * scale
+            elif cast == "before the weight":
+                out = rounded(v * r, dtype) * scale
+            elif cast == "weight first":
+                out = rounded(v * scale, dtype) * r
+            else:
+                out = rounded(v * rounded(r, dtype), dtype) * scale
+            return out.reshape(shape)
+
+        axes = {
+            "norm-cast": cast,
+            "residual-rounding": f"variance of {of}, value of {value}",
+            "norm-epsilon": f"{eps_:g}",
+            "norm-weight": form,
+            "norm-mean": mean,
+        }
+        return Rule(axes, compute)
+
+    yield rule()
+    yield rule("before the weight")
+    if "unrounded sum" in source:
+        for cast in ("after the weight", "before the weight"):
+            yield rule(cast, "unrounded sum")
+            yield rule(cast, "unrounded sum", "sum")
+            yield rule(cast, "sum", "unrounded sum")
+    for cast in ("low precision", "variance too", "weight first"):
+        yield rule(cast)
+    for eps in {*case.fact("norm_eps"), *_EPSILONS}:
+        yield rule(eps=float(eps))
+        yield rule("before the weight", eps=float(eps))
+    yield rule(form="1 + weight")
+    yield rule(form="none")
+    yield rule(mean="mean subtracted")
+
+
+def rope_rules(case: Case) -> Iterator[Rule]:
+    """Axes: table's precision, positions, theta, which elements are turned together, roundings of the arithmetic."""
+    x = case.input(case.point.parents[0])
+    if x is None:
+        return
+    size = int(case.a.shape.get("head_dim") or 0)
+    if not size or math.prod(x.shape[1:]) % size:
+        return
+    dtype, rows = low(case), case.rows
+    shape = x[rows].shape
+    v = x[rows].to(torch.float64).reshape(len(rows), -1, size)
+    own = torch.tensor([case.a.where(int(row))[1] for row in rows], dtype=torch.float64)
+    recorded = case.parent("positions")
+    if recorded is not None:
+        own = recorded[rows].reshape(-1).to(torch.float64)
+    thetas = [float(theta) for theta in case.fact("rope_theta", 1e6)]
+
+    def rule(table: str = "fp32", positions: str = "own", theta: float = thetas[0], turn: str = "halves", arithmetic: str = "one rounding") -> Rule:
+        def compute() -> torch.Tensor:
+            place = {"own": own, "one later": own + 1, "one earlier": own - 1, "all 0": own * 0, "run on over the pack": rows.to(torch.float64)}[positions]
+            inverse = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+            if table == "bf16 frequencies":
+                inverse = inverse.to(torch.bfloat16).to(torch.float64)
+            if table == "fp16 frequencies":
+                inverse = inverse.to(torch.float16).to(torch.float64)
+            angle = place[:, None] * inverse
+            if table == "fp32":
+                inverse32 = (1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))).to(torch.float32)
+                angle = (place.to(torch.float32)[:, None] * inverse32).to(torch.float64)
+            elif table == "bf16 angles":
+                angle = angle.to(torch.bfloat16).to(torch.float64)
+            cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
+            if table in ("bf16 table", "fp16 table"):
+                narrow = torch.bfloat16 if table.startswith("bf16") else torch.float16
+                cos, sin = cos.to(narrow).to(torch.float32), sin.to(narrow).to(torch.float32)
+            cos, sin = cos.to(torch.float64)[:, None], sin.to(torch.float64)[:, None]
+            first, second = (v[..., : size // 2], v[..., size // 2 :]) if turn == "halves" else (v[..., 0::2], v[..., 1::2])
+            step = (lambda y: rounded(y, dtype)) if arithmetic == "every product rounded" else (lambda y: y.to(torch.float32).to(torch.float64))
+            low_half, high_half = step(first * cos) - step(second * sin), step(second * cos) + step(first * sin)
+            if turn == "halves":
+                return torch.cat([low_half, high_half], dim=-1).reshape(shape)
+            return torch.stack([low_half, high_half], dim=-1).reshape(shape)
+
+        axes = {"rope-table": table, "positions": positions, "rope-theta": f"{theta:g}", "rope-pairs": turn, "extra-rounding": arithmetic}
+        return Rule(axes, compute)
+
+    for arithmetic in ("one rounding", "every product rounded"):
+        for table in ("fp32", "fp64", "bf16 table", "bf16 frequencies", "bf16 angles", "fp16 table", "fp16 frequencies"):
+            made = rule(table, arithmetic=arithmetic)
+            yield Rule(made.axes | {"rope-table": "fp32" if table == "fp64" else table}, made.compute)
+        for positions in ("one later", "one earlier", "all 0", "run on over the pack"):
+            yield rule(positions=positions, arithmetic=arithmetic)
+            yield rule("bf16 table", positions=positions, arithmetic=arithmetic)
+        for theta in {*thetas, *_THETAS} - {thetas[0]}:
+            yield rule(theta=theta, arithmetic=arithmetic)
+        yield rule(turn="neighbours", arithmetic=arithmetic)
+
+
+def swiglu_rules(case: Case) -> Iterator[Rule]:
+    """Axes: roundings between the steps, the activation function, which half is gated."""
+    pair = [case.input(parent) for parent in case.point.parents]
+    if pair[0] is None or pair[1] is None:
+        return
+    dtype = low(case)
+    gate, up = (half[case.rows].to(torch.float32) for half in pair if half is not None)
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "sigmoid": torch.sigmoid,
+    }
+
+    def rule(rounding: str, function: str = "silu", swapped: bool = False, narrow: torch.dtype = dtype) -> Rule:
+        def compute() -> torch.Tensor:
+            x, y = (up, gate) if swapped else (gate, up)
+            wide = functions[function](x.to(torch.float64))
+            if rounding == "after the activation":
+                wide = rounded(wide, narrow)
+            elif rounding == "sigmoid too":
+                wide = rounded(x.to(torch.float64) * rounded(torch.sigmoid(x.to(torch.float64)), narrow), narrow)
+            out = wide * y.to(torch.float64)
+            return rounded(out, narrow) if rounding == "product" else out
+
+        name = rounding if rounding == "none" else f"{rounding}, to {str(narrow).removeprefix('torch.')}"
+        return Rule({"extra-rounding": name, "activation": function, "gate-up-swapped": str(swapped)}, compute)
+
+    yield rule("none")
+    for narrow in (torch.bfloat16, torch.float16):
+        yield rule("after the activation", narrow=narrow)
+        yield rule("sigmoid too", narrow=narrow)
+        if narrow != dtype:
+            yield rule("product", narrow=narrow)
+    for function in list(functions)[1:]:
+        yield rule("none", function)
+        yield rule("after the activation", function)
+    yield rule("none", swapped=True)
+    yield rule("after the activation", swapped=True)
+
+
+def add_rules(case: Case) -> Iterator[Rule]:
+    """Axes: which terms are added, and in which precision."""
+    terms = [case.input(parent) for parent in case.point.parents]
+    if terms[0] is None or terms[1] is None:
+        return
+    x, y = (term[case.rows].to(torch.float64) for term in terms if term is not None)
+    for name, out in (("both", x + y), ("the stream alone", x), ("the branch alone", y), ("the branch twice", x + 2 * y), ("the stream twice", 2 * x + y)):
+        yield Rule({"residual-terms": name, "extra-rounding": "none"}, lambda out=out: out)  # type: ignore[misc]
+    yield Rule({"residual-terms": "both", "extra-rounding": "sum to bf16"}, lambda: rounded(x + y, torch.bfloat16))
+    yield Rule({"residual-terms": "both", "extra-rounding": "branch to bf16"}, lambda: x + rounded(y, torch.bfloat16))
+    yield Rule({"residual-terms": "both", "extra-rounding": "stream to bf16"}, lambda: rounded(x, torch.bfloat16) + y)
+
+
+def embedding_rules(case: Case) -> Iterator[Rule]:
+    """Axes: scale, and which row of the table a token takes."""
+    weight = case.weight(case.point.weights[0])
+    if weight is None:
+        return
+    tokens = torch.from_numpy(case.a.tokens)
+    rows = case.rows
+    table = weight.to(torch.float64)
+    width = table.shape[1]
+    shifted = {"its own": tokens, "the token before": tokens.roll(1), "the token after": tokens.roll(-1)}
+    for name, ids in shifted.items():
+        yield Rule({"embedding-row": name, "scale": "1"}, lambda ids=ids: table[ids[rows]])  # type: ignore[misc]
+    yield Rule({"embedding-row": "its own", "scale": "square root of the width"}, lambda: table[tokens[rows]] * math.sqrt(width))

@@ -1,0 +1,144 @@
+"""Differences that no formula makes: buffers nobody wrote, dropout, constants, experts' rows lost or moved. Each returns a finding or None."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis.attention_rules import heads_of
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.cures import CURES
+from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.rules import relative
+
+
+def unwritten(case: Case) -> Finding | None:
+    """One side is no number where the other is one, and all inputs are numbers."""
+    bad = [~np.isfinite(side.squares(case.point.name)) & case.compared for side in (case.a, case.b)]
+    for name in case.point.parents:
+        for side in (case.a, case.b):
+            if name in side.recorded and not np.isfinite(side.squares(name)[case.compared]).all():
+                return None
+    for label, mine, other in (("A", bad[0], bad[1]), ("B", bad[1], bad[0])):
+        rows = np.flatnonzero(mine & ~other)
+        if len(rows):
+            count = f"{len(rows)} of {int(case.compared.sum())} tokens are NaN or infinite in {label}, though everything they are made of is finite"
+            return Finding("framework", "unwritten", side=label, evidence=(count, case.names(rows)), cure=CURES["unwritten"])
+    return None
+
+
+def lost_or_moved(case: Case) -> Finding | None:
+    """Rows of experts that one side never computed, left zero, or took from another token."""
+    if not case.point.part.startswith("expert_") and case.point.op != "combine":
+        return None
+    padding = [side.passes["padding"] for side in (case.a, case.b)]
+    rows = np.flatnonzero(case.differs)
+    padded = [bool((held[rows] > 0).any()) for held in padding]
+    routed = [int(side.facts.get("padding_routed", 0) or 0) for side in (case.a, case.b)]
+    columns = [side.columns(case.point.name) for side in (case.a, case.b)]
+    for label, mine, other in (("A", columns[0], columns[1]), ("B", columns[1], columns[0])):
+        fewer = np.flatnonzero((mine < other) & case.differs)
+        if len(fewer):
+            return _lost(
+                label, f"{len(fewer)} tokens lack some of their experts in {label}", case.names(fewer), padded["AB".index(label)], routed["AB".index(label)]
+            )
+    if not case.kept:
+        return None
+    sides = [side.to(torch.float64) for side in case.sides]
+    if case.point.part == "expert_ids" or case.point.part == "expert_probs":
+        return None
+    slots = [side.reshape(len(side), -1, side.shape[-1]) if case.point.op != "combine" else side[:, None] for side in sides]
+    changed = (slots[0] != slots[1]).any(-1)
+    for label, i in (("A", 0), ("B", 1)):
+        zero = changed & (slots[i] == 0).all(-1) & (slots[1 - i] != 0).any(-1)
+        if bool(zero.any()) and int(zero.sum()) >= 0.5 * int(changed.sum()):
+            lost = zero.any(-1).nonzero()[:, 0].numpy()
+            return _lost(label, f"{int(zero.sum())} rows of experts are zero in {label}", case.names(lost), padded[i], routed[i])
+    flat = [side[changed] for side in slots]
+    # A shift looks the same from both sides; the one with padding is to blame.
+    for label, i in (("B", 1), ("A", 0)) if padded[1] or routed[1] else (("A", 0), ("B", 1)):
+        taken = 0
+        everything = slots[1 - i].reshape(-1, slots[0].shape[-1])
+        for row in flat[i][:64]:
+            taken += bool((everything == row).all(-1).any())
+        if taken and taken >= 0.5 * min(64, len(flat[i])) and bool((flat[i] != 0).any()):
+            said = f"{taken} of the first {min(64, len(flat[i]))} rows that differ in {label} belong, byte for byte, to other tokens: rows were moved"
+            return _lost(label, said, case.names(rows), padded[i], routed[i])
+    return None
+
+
+def _lost(side: str, said: str, names: str, padded: bool, routed: int) -> Finding:
+    if padded or routed:
+        more = f"{side}'s passes hold padding tokens" + (f", {routed} of which were routed" if routed else "")
+        return Finding("framework", "padding", side=side, evidence=(said, names, more), cure=CURES["padding"])
+    return Finding("framework", "dropped-tokens", side=side, evidence=(said, names), cure=CURES["dropped-tokens"])
+
+
+def dropout(case: Case) -> Finding | None:
+    """Zeros in random places and everything else larger by one factor."""
+    if not case.kept or not case.sides[0].is_floating_point():
+        return None
+    a, b = (side[case.rows].to(torch.float64) for side in case.sides)
+    if case.point.op == "add":
+        stream = case.input(case.point.parents[0])
+        if stream is None:
+            return None
+        a, b = a - stream[case.rows].to(torch.float64), b - stream[case.rows].to(torch.float64)
+    for label, dropped, whole in (("B", b, a), ("A", a, b)):
+        large = whole.abs() > 0.1 * whole.abs().mean()
+        zero = (dropped == 0) & large
+        part = float(zero.sum() / large.sum().clamp_min(1))
+        kept = large & ~zero
+        if not 0.01 < part < 0.95 or not bool(kept.any()):
+            continue
+        ratios = (dropped / whole)[kept]
+        factor = float(ratios.median())
+        if abs(factor * (1 - part) - 1) < 0.15 and float((ratios / factor - 1).abs().quantile(0.8)) < 0.2:
+            said = f"in {label}, {100 * part:.3g}% of the elements are zero and the others are {factor:.4g} times those of the other side"
+            return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
+    return None
+
+
+def attention_dropout(case: Case) -> Finding | None:
+    """The same inside attention: the probabilities that explain a side are the usual ones, some of them zero, the others larger by one factor."""
+    heads = heads_of(case, 48)
+    if heads is None:
+        return None
+    size, usual = heads.q.shape[-1], heads.scores()
+    found: dict[str, list[float]] = {"A": [], "B": []}
+    for i, row in enumerate(heads.rows.tolist()):
+        begin = int(heads.begin[i])
+        count = row - begin + 1
+        if not 2 <= count <= size // 2:
+            continue
+        p = usual[i, :, begin : row + 1].softmax(-1)
+        values = heads.v[begin : row + 1][:, heads.group()]
+        for label, side in zip("AB", case.sides, strict=True):
+            out = side[row].to(torch.float64).reshape(-1, size)
+            for head in range(len(p)):
+                solved = torch.linalg.lstsq(values[:, head].t(), out[head][:, None]).solution[:, 0]
+                found[label] += (solved / p[head])[p[head] > 0.02].tolist()
+    for label, ratios in found.items():
+        x = torch.tensor(ratios, dtype=torch.float64)
+        if len(x) < 8:
+            continue
+        zero = x.abs() < 0.1
+        part = float(zero.double().mean())
+        rest = x[~zero]
+        if 0.01 < part < 0.95 and len(rest) and abs(float(rest.median()) * (1 - part) - 1) < 0.25 and float(rest.median()) > 1.02:
+            factor = float(rest.median())
+            said = f"in {label}, {100 * part:.3g}% of the attention probabilities are zero and the others are {factor:.4g} times what they should be"
+            return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
+    return None
+
+
+def constant(case: Case) -> Finding | None:
+    """One side is the other times a constant."""
+    if not case.kept or not case.sides[0].is_floating_point():
+        return None
+    a, b = (side[case.rows].to(torch.float64) for side in case.sides)
+    ratio = float((a * b).sum() / (a * a).sum().clamp_min(1e-30))
+    gap = relative(a, b)
+    if abs(ratio - 1) > 5e-3 and relative(a * ratio, b) < 0.1 * gap:
+        return Finding("framework", "scale", details={"ratio": ratio}, evidence=(f"B is {ratio:.6g} times A",), cure=CURES["scale"])
+    return None

@@ -1,0 +1,64 @@
+"""What a diagnosis says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+KINDS = {
+    "equal": "nothing differs",
+    "order": "operator order: equal inputs, the same formula, another order of adding",
+    "framework": "framework difference: the sides do not compute the same formula on the same inputs",
+    "weights": "weights: the sides do not hold the same parameters",
+    "routing": "routing: the sides choose other experts",
+    "unfinished": "one run did not end",
+    "unknown": "could not tell why",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first difference.
+
+    ``kind`` is a key of :data:`KINDS`, ``cause`` an anchor of ``docs/divergence.md``. ``point`` is where, ``layer`` its layer or None, ``rows`` how many
+    tokens differ there and ``first`` the first of them as (sequence, position). ``parameter`` is an HF name where a parameter is at fault. ``side``
+    is the side that does what the cause says ("A", "B", or "" where that cannot be told). ``details`` are for machines (``order_a``,
+    ``temperature_b``), ``evidence`` and ``cure`` sentences, ``routing`` what happens to the choice of experts from there on.
+    """
+
+    kind: str
+    cause: str = ""
+    point: str = ""
+    layer: int | None = None
+    rows: int = 0
+    compared: int = 0
+    first: tuple[int, int] | None = None
+    parameter: str = ""
+    side: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
+    cure: str = ""
+    routing: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> int:
+        """0 equal, 1 differs, 2 could not tell."""
+        return {"equal": 0, "unfinished": 1}.get(self.kind, 1) if self.compared or self.kind in ("unfinished", "weights") else 2
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.kind == "equal":
+            return f"equal: {self.compared} points" if self.compared else "could not tell: the traces have no point in common"
+        where = f" at {self.point}" if self.point else ""
+        parameter = f" ({self.parameter})" if self.parameter else ""
+        cause = f": {self.cause}" if self.cause else ""
+        return f"{self.kind}{cause}{where}{parameter}"
+
+    def noting(self, *evidence: str) -> Finding:
+        """The same with further evidence."""
+        return replace(self, evidence=(*self.evidence, *evidence))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, lists and words."""
+        return {"verdict": self.verdict, **asdict(self)}

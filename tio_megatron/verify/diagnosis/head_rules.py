@@ -1,0 +1,117 @@
+"""The last step: log-probabilities from equal logits. Legend: r rows, V true vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.rules import Rule, relative
+
+
+def targets_of(case: Case) -> torch.Tensor:
+    """[T] the next token of the same sequence, -1 behind the last."""
+    tokens = torch.from_numpy(case.a.tokens)
+    found = tokens.roll(-1)
+    found[torch.from_numpy(np.cumsum(case.a.lengths)) - 1] = -1
+    return found
+
+
+def _of(case: Case, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """What the point holds of the log-probabilities [r, V]: all, or those of the targets."""
+    if case.point.part == "logprob_rows":
+        return table
+    return table.gather(1, targets_of(case)[rows].clamp_min(0)[:, None])[:, 0]
+
+
+def temperature_of(case: Case, rows: torch.Tensor, logits: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
+    """(temperature that explains ``out`` best, its error), by a search from 1/30 to 30."""
+    low, high = -3.4, 3.4
+    best = (1.0, float("inf"))
+    for _ in range(6):
+        grid = torch.linspace(low, high, 25, dtype=torch.float64)
+        for exponent in grid.tolist():
+            t = float(np.exp(exponent))
+            error = relative(_of(case, rows, (logits / t).log_softmax(-1)).reshape(out.shape), out)
+            if error < best[1]:
+                best = (t, error)
+        step = (high - low) / 24
+        low, high = float(np.log(best[0])) - step, float(np.log(best[0])) + step
+    nice = round(best[0], 3)
+    return (nice, best[1]) if abs(nice - best[0]) < 1e-3 * best[0] + 5e-4 else best
+
+
+def head_rules(case: Case) -> Iterator[Rule]:
+    """Axes: temperature, rows counted, types, which token's log-probability is taken. For the rows of the case that have a target."""
+    logits = case.parent("logits")
+    if logits is None:
+        return
+    rows = case.rows
+    x = logits[rows].to(torch.float64)
+    a, b = (side[rows].to(torch.float64) for side in case.sides)
+    stated = [float(t) for t in case.fact("temperature")]
+    fitted = [temperature_of(case, rows, x, side)[0] for side in (a, b)]
+
+    def rule(temperature: float = 1.0, dtype: str = "fp32", token: str = "the next", filtered: int = 0) -> Rule:
+        def compute() -> torch.Tensor:
+            z = x / temperature
+            if dtype == "logits to bf16":
+                z = z.to(torch.bfloat16).to(torch.float64)
+            if filtered:
+                z = z.masked_fill(z < z.topk(filtered, -1).values[:, -1:], float("-inf"))
+            table = z.log_softmax(-1)
+            if dtype == "result to bf16":
+                table = table.to(torch.bfloat16).to(torch.float64)
+            if token == "the next" or case.point.part == "logprob_rows":
+                return _of(case, rows, table).reshape(a.shape)
+            if token == "none (logits as they are)":
+                return _of(case, rows, z).reshape(a.shape)
+            ids = torch.from_numpy(case.a.tokens)
+            ids = ids if token == "the same" else ids.roll(-2)
+            return table.gather(1, ids[rows][:, None])[:, 0].reshape(a.shape)
+
+        axes = {"temperature": f"{temperature:.4g}", "logprob-dtype": dtype, "target-shift": token, "sampling-filter": str(filtered or "none")}
+        return Rule(axes, compute)
+
+    yield rule()
+    for temperature in {*stated, *fitted} - {1.0}:
+        yield rule(temperature)
+    yield rule(dtype="logits to bf16")
+    yield rule(dtype="result to bf16")
+    for token in ("the same", "the one after the next", "none (logits as they are)"):
+        yield rule(token=token)
+    for count in (1, 2, 5, 10, 20, 40, 50, 64, 100, 200):
+        if count < x.shape[1]:
+            yield rule(filtered=count)
+
+
+def counted_rows(case: Case) -> tuple[list[str], str] | None:
+    """(evidence, side) if one side's denominator holds rows that the vocabulary has not."""
+    logits = case.parent("logits")
+    if logits is None:
+        return None
+    rows = case.rows[targets_of(case)[case.rows] >= 0] if case.point.part == "logprob" else case.rows
+    if not len(rows):
+        return None
+    x = logits[rows].to(torch.float64)
+    true = x.logsumexp(-1)
+    for name, side in zip("AB", case.sides, strict=True):
+        out = side[rows].to(torch.float64)
+        lse = (
+            (x.gather(1, targets_of(case)[rows].clamp_min(0)[:, None])[:, 0] - out.reshape(len(rows), -1)[:, 0])
+            if case.point.part == "logprob"
+            else (x - out).mean(-1)
+        )
+        more = lse.exp() - true.exp()
+        noise = 3e-7 * true.exp() * (1 + true.abs())
+        if not bool((more > 4 * noise).all()):
+            continue
+        count = more.mean()
+        said = f"in {name} the sum of the softmax is too large for every token"
+        if float(more.std(unbiased=False)) < 0.02 * float(count) + float(noise.max()) and float(count) > 0.5:
+            said += f", by {float(count):.4g}: that is {round(float(count))} more rows whose logits are 0, as padding rows have"
+        widths = [facts.get("vocab_rows") for facts in (case.a.facts, case.b.facts)]
+        return [said] + ([f"rows of the vocabulary: {widths[0]} in A, {widths[1]} in B; true size {x.shape[1]}"] if any(widths) else []), name
+    return None

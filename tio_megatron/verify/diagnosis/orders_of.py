@@ -1,0 +1,98 @@
+"""Operator order: does a difference look like rounding, which order did each side use, and what does the order depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.cures import CURES
+from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.orders import Found, combine_orders, product_orders, search
+from tio_megatron.verify.diagnosis.products import Product
+
+_ROUNDING = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-10}
+"""Relative error up to which a result may be the exact one, added in some order and rounded on the way."""
+
+
+def looks_like_rounding(error: float, dtype: torch.dtype) -> bool:
+    """Whether a side that is ``error`` away from the exact result may differ by order alone."""
+    return error <= _ROUNDING.get(dtype, 1e-4)
+
+
+def product_order(case: Case, made: Product) -> tuple[Found, Found]:
+    """Which order each side used for a matrix product."""
+    low = any(tensor.dtype == torch.bfloat16 for tensor in case.sides) or _bf16_model(case)
+    return search(product_orders(made.terms, made.columns, made.width, low), made.a, made.b, _passes(case, made.rows))
+
+
+def combine_order(case: Case) -> tuple[Found, Found] | None:
+    """Which order each side used to add a token's experts."""
+    out, probabilities, ids = (case.parent(part) for part in ("expert_out", "expert_probs", "expert_ids"))
+    experts = int(case.a.shape.get("experts") or 0)
+    if out is None or probabilities is None or ids is None or not experts:
+        return None
+    rows = case.rows
+    a, b = (side[rows] for side in case.sides)
+    columns = (a != b).sum(0).argsort(descending=True, stable=True)[:48]
+    low = a.dtype == torch.bfloat16 or b.dtype == torch.bfloat16
+    orders = combine_orders(out[rows][:, :, columns].to(torch.float64), probabilities[rows].to(torch.float64), ids[rows].to(torch.int64), experts, low)
+    return search(orders, a[:, columns], b[:, columns], _passes(case, rows))
+
+
+def order_finding(case: Case, found: tuple[Found, Found] | None, evidence: list[str]) -> Finding:
+    """The finding: what the order depends on decides its cause."""
+    cause, said = _dependence(case, found)
+    details: dict[str, Any] = {}
+    lines = [*evidence, *said]
+    if found:
+        for name, way in zip("ab", found, strict=True):
+            details[f"order_{name}"], details[f"details_{name}"] = way.name, way.details
+            more = f" ({way.ambiguous} other known orders give the same bytes)" if way.ambiguous else ""
+            lines.append(f"{name.upper()}: {way.name}{more}" if way.name else f"{name.upper()}: no known order gives these bytes")
+        if not any(way.name for way in found):
+            lines.append(
+                "the pieces inside a vendor's kernel are not known here; that it is the order follows from equal inputs and the size of the difference"
+            )
+    side = ""
+    if found and cause in ("order-by-owner", "order-by-size"):
+        side = "A" if found[0].varies and not found[1].varies else "B" if found[1].varies and not found[0].varies else ""
+    return Finding("order", cause, side=side, details=details, evidence=tuple(lines), cure=CURES[cause])
+
+
+def _dependence(case: Case, found: tuple[Found, Found] | None) -> tuple[str, list[str]]:
+    varies = {side.varies for side in found or ()}
+    a, b = case.a.passes["batch"], case.b.passes["batch"]
+    differs, same = case.differs, case.compared & ~case.differs
+    if "token" in varies:
+        return "order-by-owner", ["the sum of each token starts at a rank that depends on the token"]
+    if "size" in varies or "call" in varies:
+        return "order-by-size", ["one side changes its order from pass to pass"]
+    if (a[case.compared] == b[case.compared]).all():
+        if same.any() and (a[differs].min() > a[same].max() or a[differs].max() < a[same].min()):
+            large = "larger" if a[differs].min() > a[same].max() else "smaller"
+            text = f"only tokens in {large} passes differ ({sorted(set(a[differs].tolist()))[:4]} tokens; passes of {sorted(set(a[same].tolist()))[:4]} agree)"
+            return "order-by-size", [text]
+        return "order", []
+    others = a[differs] != b[differs]
+    layouts = [side.facts.get("layout") for side in (case.a, case.b)]
+    if others.all() and layouts[0] == layouts[1]:
+        sizes = [sorted(set(x[differs].tolist())) for x in (a, b)]
+        text = f"A computed these tokens in passes of {_few(sizes[0])} tokens, B in passes of {_few(sizes[1])}; nothing else that is recorded differs"
+        return "order-by-batch", [text]
+    return "order", []
+
+
+def _few(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes[:4])) + (" ..." if len(sizes) > 4 else "")
+
+
+def _passes(case: Case, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    at = rows.numpy()
+    return {"batch_a": case.a.passes["batch"][at], "batch_b": case.b.passes["batch"][at]}
+
+
+def _bf16_model(case: Case) -> bool:
+    return any(str(entry.get("dtype")) == "bfloat16" for entry in case.a.recorded.values())

@@ -1,0 +1,118 @@
+"""Parameters that differ: missing, stale, transposed, another type, somebody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.traces.reader import Trace
+
+CURES = {
+    "weights-missing": "The checkpoint's name for it was not found on load, so it kept its initial values. Load strictly, and compare names.",
+    "weights-stale": "One side has an older version. Push the weights again, and compare digests of every parameter after each sync.",
+    "weights-transposed": "One side stores it the other way round. Transpose it when it is converted.",
+    "weights-dtype": "One side rounded it on load. Load with the checkpoint's type on both sides.",
+    "weights-moved": "A name was mapped to another tensor when the checkpoint was converted. Correct the mapping.",
+    "weights-rows": "Rows are in another order (fused or interleaved projections). Correct the conversion of this parameter.",
+    "weights-scaled": "One side scales it. Apply the scale on both sides or on neither.",
+    "weights-shape": "The sides have another shape for it: a shard or padding was taken for the whole. Record unsharded parameters, or correct the conversion.",
+}
+
+
+def differing(a: Trace, b: Trace, names: list[str]) -> list[str]:
+    """Those of ``names`` whose digests differ, or that only one side has while both recorded parameters."""
+    if not a.weights or not b.weights:
+        return []
+    found = []
+    for name in names:
+        x, y = a.weights.get(name), b.weights.get(name)
+        if (x is None) != (y is None) or (x and y and (x["digest"] != y["digest"] or x["shape"] != y["shape"])):
+            found.append(name)
+    return found
+
+
+def explain_parameter(a: Trace, b: Trace, name: str) -> Finding:
+    """What is wrong with the parameter ``name``."""
+    x, y = a.weights.get(name), b.weights.get(name)
+    if x is None or y is None:
+        side = "A" if x is None else "B"
+        return _finding("weights-missing", name, side, f"{side} has no parameter {name}")
+    if x["shape"] != y["shape"]:
+        if x["shape"] == y["shape"][::-1]:
+            same = x["digest"] == y.get("transposed")
+            return _finding("weights-transposed", name, "", f"{x['shape']} in A, {y['shape']} in B" + ("; each is the other's transpose" if same else ""))
+        return _finding("weights-shape", name, "", f"{x['shape']} in A, {y['shape']} in B")
+    if x.get("transposed") is not None and x["transposed"] == y["digest"]:
+        return _finding("weights-transposed", name, "", "A's transpose is B's")
+    if x["rounded"] == y["digest"] or y["rounded"] == x["digest"]:
+        side, types = ("B", (x, y)) if x["rounded"] == y["digest"] else ("A", (y, x))
+        return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to bf16 (recorded as {types[1]['dtype']} and {types[0]['dtype']})")
+    for side, mine, theirs in (("B", y, a.weights), ("A", x, b.weights)):
+        source = next((other for other, entry in theirs.items() if other != name and entry["digest"] == mine["digest"] and entry["shape"] == mine["shape"]), "")
+        if source and not _constant((b if side == "B" else a).sketches.get(name)):
+            return _finding("weights-moved", name, side, f"{side} holds in its place the tensor that the other side calls {source}", source=source)
+    return _by_values(a, b, name)
+
+
+def _by_values(a: Trace, b: Trace, name: str) -> Finding:
+    whole = (a.weight(name), b.weight(name))
+    p, q = (whole[0].double().flatten().numpy(), whole[1].double().flatten().numpy()) if whole[0] is not None and whole[1] is not None else (None, None)
+    if p is None or q is None:
+        p, q = (side.sketches.get(name) for side in (a, b))
+    if p is None or q is None:
+        return _finding("weights-stale", name, "", "the digests differ; the values were not kept")
+    p, q = p.astype(np.float64), q.astype(np.float64)
+    for side, values in (("A", p), ("B", q)):
+        if not np.isfinite(values).all():
+            return _finding("weights-missing", name, side, f"{side}'s holds {int((~np.isfinite(values)).sum())} values that are no numbers")
+        if values.size > 1 and np.ptp(values) == 0 and np.ptp(p if side == "B" else q) > 0:
+            return _finding("weights-missing", name, side, f"{side}'s is {values[0]:g} everywhere, as an initial value is")
+    gap = float(np.sqrt(np.mean((p - q) ** 2)) / max(np.sqrt(np.mean(p**2)), 1e-30))
+    correlation = _correlation(p, q)
+    ratio = float((p * q).sum() / max((p * p).sum(), 1e-300))
+    if abs(ratio - 1) > 1e-3 and np.sqrt(np.mean((q - ratio * p) ** 2)) < 0.01 * np.sqrt(np.mean(q**2)):
+        return _finding("weights-scaled", name, "", f"B's is {ratio:.6g} times A's", ratio=ratio)
+    for narrow in ("float16", "float8_e4m3fn", "float8_e5m2", "int8"):
+        for side, rough, fine in (("B", q, p), ("A", p, q)):
+            if np.abs(_rounded(fine, narrow) - rough).max() <= 1e-12 * max(1.0, np.abs(fine).max()) and gap < 0.1:
+                return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to {narrow}")
+    if whole[0] is not None and whole[1] is not None and whole[0].dim() == 2:
+        rows_a, rows_b = (np.sort(w.double().numpy().view(np.float64).sum(1)) for w in whole if w is not None)
+        if correlation < 0.9 and np.array_equal(rows_a, rows_b):
+            return _finding("weights-rows", name, "", "both sides hold the same rows in another order")
+    if correlation > 0.3 or gap < 0.5:
+        return _finding(
+            "weights-stale", name, "", f"relative difference {gap:.3g}, correlation {correlation:.4f}: another version of the same parameter", gap=gap
+        )
+    spread = [float(np.std(values)) for values in (p, q)]
+    said = (
+        f"correlation {correlation:.3f}: the values have nothing to do with each other (spread {spread[0]:.3g} and {spread[1]:.3g}), one side was never loaded"
+    )
+    return _finding("weights-missing", name, "", said)
+
+
+def _constant(sketch: np.ndarray[Any, Any] | None) -> bool:
+    return sketch is None or (sketch.size > 1 and float(np.ptp(sketch)) == 0.0)
+
+
+def _correlation(p: np.ndarray[Any, Any], q: np.ndarray[Any, Any]) -> float:
+    if p.size < 2:
+        return 1.0
+    # A norm's weights lie around 1: what they have in common is the deviation from their mean.
+    x, y = p - p.mean(), q - q.mean()
+    size = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum()) / size if size > 0 else 1.0
+
+
+def _rounded(values: np.ndarray[Any, Any], narrow: str) -> np.ndarray[Any, Any]:
+    if narrow == "int8":
+        scale = np.abs(values).max() / 127
+        return np.round(values / scale) * scale if scale > 0 else values
+    return torch.from_numpy(values).to(torch.float32).to(getattr(torch, narrow)).to(torch.float64).numpy()
+
+
+def _finding(cause: str, name: str, side: str, evidence: str, **details: Any) -> Finding:
+    return Finding("weights", cause, parameter=name, side=side, evidence=(evidence,), details=details, cure=CURES[cause])

@@ -1,0 +1,118 @@
+"""Router: probabilities of the chosen experts, and why two sides choose others. Legend: r rows, E experts, K chosen, in ascending id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.rules import Rule
+from tio_megatron.verify.traces.reader import Trace
+
+
+def routing_rules(case: Case) -> Iterator[Rule]:
+    """Axes: where the softmax is, whether and in which order it is normalised, types, scale."""
+    logits, ids = case.parent("router_logits"), case.parent("expert_ids")
+    if logits is None or ids is None:
+        return
+    x, ids = logits[case.rows].to(torch.float32), ids[case.rows].to(torch.int64)
+    narrow = torch.bfloat16
+
+    def rule(place: str, normalise: str, logits_type: str = "fp32", output: str = "fp32") -> Rule:
+        def compute() -> torch.Tensor:
+            given = x.to(narrow).to(torch.float32) if logits_type == "bf16" else x
+            chosen = given.gather(1, ids)
+            if place == "after top-k":
+                p = chosen.softmax(-1)
+            elif place == "sigmoid":
+                p = chosen.sigmoid()
+            elif place == "softmax in bf16":
+                p = given.to(narrow).softmax(-1).gather(1, ids).to(torch.float32)
+            else:
+                p = given.softmax(-1).gather(1, ids)
+            if normalise == "by ascending id":
+                p = p / _sum(p)
+            elif normalise == "by descending probability":
+                p = p / _sum(p.sort(-1, descending=True).values)
+            elif normalise == "by ascending probability":
+                p = p / _sum(p.sort(-1).values)
+            elif normalise == "library":
+                p = p / p.sum(-1, keepdim=True)
+            elif normalise == "reciprocal":
+                p = p * (1.0 / p.sum(-1, keepdim=True))
+            elif normalise == "fp64":
+                p = (p.double() / p.double().sum(-1, keepdim=True)).to(torch.float32)
+            return p.to(narrow) if output == "bf16" else p
+
+        kind = "none" if normalise == "none" else "sum is 1"
+        axes = {"router-softmax": place, "router-normalise": kind, "router-sum-order": normalise, "router-dtype": f"logits {logits_type}, output {output}"}
+        return Rule(axes, compute)
+
+    sums = ("library", "by ascending id", "by descending probability", "by ascending probability", "reciprocal", "fp64")
+    for output in ("fp32", "bf16"):
+        for normalise in sums:
+            yield rule("before top-k", normalise, output=output)
+        yield rule("after top-k", "none", output=output)
+        yield rule("before top-k", "none", output=output)
+        yield rule("sigmoid", "none", output=output)
+        yield rule("sigmoid", "library", output=output)
+        for normalise in ("library", "none"):
+            yield rule("before top-k", normalise, "bf16", output)
+            yield rule("softmax in bf16", normalise, output=output)
+        yield rule("after top-k", "none", "bf16", output)
+
+
+def _sum(p: torch.Tensor) -> torch.Tensor:
+    total = p[:, :1].clone()
+    for k in range(1, p.shape[1]):
+        total = total + p[:, k : k + 1]
+    return total
+
+
+def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[str, list[str]] | None:
+    """("tie", "drift" or "router-choice", evidence) of the tokens ``rows`` whose experts differ in a layer; None without the tensors."""
+    held = [(side.values(f"layers.{layer}.router_logits"), side.values(f"layers.{layer}.expert_ids")) for side in (a, b)]
+    if any(part is None for pair in held for part in pair):
+        return None
+    counts = {"tie": 0, "rounded tie": 0, "drift": 0, "router-choice": 0}
+    shown = ""
+    narrowest = ("", float("inf"))
+    for row in rows.tolist():
+        sides = [(logits[row].to(torch.float64), set(ids[row].tolist())) for logits, ids in held if logits is not None and ids is not None]
+        (la, chosen_a), (lb, chosen_b) = sides
+        only_a, only_b = sorted(chosen_a - chosen_b), sorted(chosen_b - chosen_a)
+        if not only_a or not only_b:
+            continue
+        if not torch.equal(la, lb):
+            kind = "drift"
+            margin = float(la[only_a].min() - la[only_b].max())
+            moved = float((la - lb).abs().max())
+            if margin < narrowest[1]:
+                narrowest = (f"the margin between experts {only_a[0]} and {only_b[0]} is {margin:.3g}, the logits moved by up to {moved:.3g}", margin)
+        elif torch.equal(la[only_a].sort().values, la[only_b].sort().values):
+            kind = "tie"
+        elif torch.equal(la[only_a].to(torch.bfloat16).sort().values, la[only_b].to(torch.bfloat16).sort().values):
+            kind = "rounded tie"
+        elif torch.equal(la.softmax(-1).to(torch.float32)[only_a].sort().values, la.softmax(-1).to(torch.float32)[only_b].sort().values):
+            kind = "rounded tie"
+        else:
+            kind = "router-choice"
+        counts[kind] += 1
+        if not shown and kind != "drift":
+            sequence, position = a.where(row)
+            values = ", ".join(f"expert {expert}: {float(la[expert]):.9g}" for expert in (*only_a, *only_b))
+            shown = f"token {position} of sequence {sequence}: A takes {only_a}, B takes {only_b}; logits {values}"
+    total = sum(counts.values())
+    if not total:
+        return None
+    kind = max(counts, key=lambda name: counts[name])
+    said = f"layer {layer}: {total} tokens change experts"
+    if kind == "tie":
+        return "tie", [f"{said}; the logits of the experts exchanged are equal to the last bit", shown]
+    if kind == "rounded tie":
+        return "tie", [f"{said}; the logits of the experts exchanged are equal after rounding (bf16 logits, or probabilities compared in fp32)", shown]
+    if kind == "drift":
+        return "drift", [f"{said}, because their logits had drifted", narrowest[0]]
+    return "router-choice", [f"{said} though their logits are equal and no tie is there: one side does not take the largest logits", shown]

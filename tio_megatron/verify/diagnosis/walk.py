@@ -1,0 +1,353 @@
+"""``diagnose``: walks two traces in the order of computation, stops at the first point that differs, and asks why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from tio_megatron.verify.diagnosis import elementwise_rules, faults
+from tio_megatron.verify.diagnosis.attention_rules import attention_rules, heads_of, window
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.cures import CURES
+from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.head_rules import counted_rows, head_rules, targets_of
+from tio_megatron.verify.diagnosis.orders_of import combine_order, looks_like_rounding, order_finding, product_order
+from tio_megatron.verify.diagnosis.parameters import differing, explain_parameter
+from tio_megatron.verify.diagnosis.products import Product, other_parameters, product_of, product_rules
+from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
+from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain, relative
+from tio_megatron.verify.diagnosis.unfinished import stopped
+from tio_megatron.verify.traces.reader import Trace, Unfinished
+
+_RENAMED = {"visible": "mask"}
+"""Axes whose name is not the cause's."""
+
+
+def diagnose(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:
+    """The first difference between two traces, and its cause.
+
+    Raises:
+        ValueError: they are about different tokens or differently built models, so that nothing can be compared.
+    """
+    if isinstance(a, Unfinished) or isinstance(b, Unfinished):
+        return stopped(a, b)
+    _require_comparable(a, b)
+    graph = a.graph + [point for point in b.graph if point.name not in {known.name for known in a.graph}]
+    compared = 0
+    for point in graph:
+        if point.name not in a.recorded or point.name not in b.recorded:
+            continue
+        compared += 1
+        shapes = [side.recorded[point.name]["shape"] for side in (a, b)]
+        columns = (a.columns(point.name), b.columns(point.name))
+        both = (columns[0] > 0) & (columns[1] > 0)
+        if shapes[0] != shapes[1]:
+            if both.any():
+                text = f"rows of {shapes[0]} in A and of {shapes[1]} in B"
+                return Finding("framework", "shape", point.name, point.layer, int(both.sum()), compared, evidence=(text,), cure=CURES["shape"])
+            continue
+        differs = both & ((a.digests(point.name) != b.digests(point.name)) | (columns[0] != columns[1]))
+        if differs.any():
+            case = Case(a, b, point, differs, both, {known.name: known for known in graph})
+            found = _why(case)
+            rows = np.flatnonzero(differs)
+            noted = _notes(case)
+            found = replace(found, point=point.name, layer=point.layer, rows=len(rows), compared=compared, first=a.where(int(rows[0])), routing=_routing(a, b))
+            return found.noting(*noted)
+    unused = differing(a, b, sorted(a.weights.keys() | b.weights.keys()))
+    if unused:
+        found = replace(explain_parameter(a, b, unused[0]), compared=compared)
+        return found.noting(f"{len(unused)} parameters differ, but no recorded point does: no token used them")
+    return Finding("equal", compared=compared)
+
+
+def _require_comparable(a: Trace, b: Trace) -> None:
+    if len(a.lengths) != len(b.lengths):
+        raise ValueError(f"the traces are about different tokens: {len(a.lengths)} sequences in A, {len(b.lengths)} in B")
+    for index, (x, y) in enumerate(zip(a.lengths, b.lengths, strict=True)):
+        if x != y:
+            raise ValueError(f"the traces are about different tokens: sequence {index} has {x} in A and {y} in B")
+    if (a.tokens != b.tokens).any():
+        row = int(np.argmax(a.tokens != b.tokens))
+        sequence, position = a.where(row)
+        raise ValueError(f"the traces are about different tokens: token {position} of sequence {sequence} is {a.tokens[row]} in A and {b.tokens[row]} in B")
+    for name in ("layers", "moe", "hidden", "head_dim", "experts", "top_k"):
+        sizes = a.shape.get(name), b.shape.get(name)
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise ValueError(f"the traces are of different models: {name} is {sizes[0]} in A and {sizes[1]} in B")
+
+
+def _why(case: Case) -> Finding:
+    for check in (faults.unwritten, faults.lost_or_moved):
+        if found := check(case):
+            return found
+    wrong = differing(case.a, case.b, case.parameters)
+    if wrong:
+        found = explain_parameter(case.a, case.b, wrong[0])
+        return found.noting(f"{len(wrong)} of the parameters used here differ: {', '.join(wrong[:4])}") if len(wrong) > 1 else found
+    if case.point.op == "given":
+        return _positions(case)
+    if case.point.op == "top_k":
+        return _choice(case)
+    if not case.kept:
+        return _without_tensors(case)
+    if found := faults.dropout(case):
+        return found
+    reasons: dict[str, Callable[[Case], Finding | None]] = {
+        "product": _product,
+        "expert_product": _product,
+        "attention": _attention,
+        "logprob": _head,
+        "combine": _combine,
+    }
+    rules: dict[str, Callable[[Case], Iterable[Rule]]] = {
+        "norm": elementwise_rules.norm_rules,
+        "rope": elementwise_rules.rope_rules,
+        "swiglu": elementwise_rules.swiglu_rules,
+        "add": elementwise_rules.add_rules,
+        "embedding": elementwise_rules.embedding_rules,
+        "routing": routing_rules,
+    }
+    if case.point.op in reasons:
+        found = reasons[case.point.op](case)
+    elif case.point.op in rules:
+        found = _by_rules(case, rules[case.point.op](case))
+    else:
+        found = None
+    return found or faults.constant(case) or _unexplained(case)
+
+
+def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
+    a, b = (side[case.rows] for side in case.sides)
+    explained = explain(rules, a, b)
+    if explained is None:
+        return _missing_inputs(case)
+    if explained.axes:
+        return _framework(case, explained)
+    dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
+    worst = max(explained.a.error, explained.b.error)
+    if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst, dtype):
+        return order_finding(case, None, _same_formula(explained))
+    return None
+
+
+def _framework(case: Case, explained: Explained) -> Finding:
+    rules = explained.a.rule, explained.b.rule
+    axis = explained.axes[0]
+    usual = {"A": rules[0].axes[axis], "B": rules[1].axes[axis]}
+    lines = [f"{name}: A {rules[0].axes[name]!r}, B {rules[1].axes[name]!r}" for name in explained.axes]
+    lines.append(f"computed anew from the recorded inputs by these rules: {_errors(explained)}")
+    return Finding(
+        "framework",
+        _RENAMED.get(axis, axis),
+        details={"axes": list(explained.axes), "a": usual["A"], "b": usual["B"]},
+        evidence=tuple(lines),
+        cure=CURES[_RENAMED.get(axis, axis)],
+    )
+
+
+def _errors(explained: Explained) -> str:
+    return f"A comes out within {explained.a.error:.2g}, B within {explained.b.error:.2g}; they differ by {explained.gap:.2g}"
+
+
+def _same_formula(explained: Explained) -> list[str]:
+    return [f"equal inputs, one formula for both, computed anew from them: {_errors(explained)}"]
+
+
+def _product(case: Case) -> Finding | None:
+    made = product_of(case)
+    if made is None:
+        return _missing_inputs(case)
+    explained = explain(product_rules(case, made), made.a, made.b)
+    assert explained is not None
+    if explained.axes:
+        return _framework(case, explained)
+    errors = relative(made.exact().to(made.a.dtype), made.a), relative(made.exact().to(made.b.dtype), made.b)
+    dtype = made.a.dtype if made.a.dtype == made.b.dtype else max(made.a.dtype, made.b.dtype, key=lambda kind: -kind.itemsize)
+    if not looks_like_rounding(max(errors), dtype):
+        return _not_its_weights(case, made, errors)
+    return order_finding(case, product_order(case, made), _same_formula(explained))
+
+
+def _not_its_weights(case: Case, made: Product, errors: tuple[float, float]) -> Finding | None:
+    side = "A" if errors[0] > errors[1] else "B"
+    out = made.a if side == "A" else made.b
+    name = made.parameters[0]
+    for what, product in other_parameters(case, made, side, name):
+        if relative(product.to(out.dtype), out) < 0.05 * max(errors):
+            cause = {"transposed": "weights-transposed", "halves swapped": "weights-rows"}.get(what, "weights-moved")
+            said = f"{side} computes the product with {what}, though it recorded the same parameter as the other side"
+            return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
+    found = product_order(case, made)
+    if all(each.name for each in found):
+        return order_finding(case, found, [f"relative to the exact result A is off by {errors[0]:.2g}, B by {errors[1]:.2g}"])
+    if scaled := faults.constant(case):
+        return scaled
+    said = f"the parameter is the same on both sides; A's rows follow from it and their inputs within {errors[0]:.2g}, B's within {errors[1]:.2g}"
+    if min(errors) > 0.5 * max(errors):
+        return None
+    return Finding(
+        "weights", "stale-copy", parameter=name, side=side, evidence=(said, f"{side} computes with other numbers than it holds"), cure=CURES["stale-copy"]
+    )
+
+
+def _attention(case: Case) -> Finding | None:
+    heads = heads_of(case)
+    if heads is None:
+        return _missing_inputs(case)
+    a, b = (side[heads.rows] for side in case.sides)
+    explained = explain(attention_rules(case, heads), a, b)
+    assert explained is not None
+    if explained.axes:
+        found = _framework(case, explained)
+        if "visible" in explained.axes and "the whole pack" in (found.details["a"], found.details["b"]):
+            side = "A" if found.details["a"] == "the whole pack" else "B"
+            return replace(found, cause="packing", side=side, cure=CURES["packing"])
+        return found
+    dtype = min(case.dtypes, key=lambda kind: kind.itemsize)
+    if looks_like_rounding(max(explained.a.error, explained.b.error), dtype):
+        return order_finding(case, None, _same_formula(explained))
+    if moved := window(case, heads):
+        cause, evidence, side = moved
+        return Finding("framework", cause, side=side, evidence=tuple(evidence), cure=CURES[cause])
+    return faults.attention_dropout(case)
+
+
+def _head(case: Case) -> Finding | None:
+    if case.point.part == "logprob":
+        rows = case.rows[targets_of(case)[case.rows] >= 0]
+        case.rows = rows  # the last token of a sequence has no target
+    a, b = (side[case.rows] for side in case.sides)
+    explained = explain(head_rules(case), a, b)
+    if explained is None:
+        return _missing_inputs(case)
+    if explained.axes:
+        found = _framework(case, explained)
+        if found.cause == "temperature":
+            return replace(found, details=found.details | {"temperature_a": float(found.details["a"]), "temperature_b": float(found.details["b"])})
+        return found
+    if counted := counted_rows(case):
+        evidence, side = counted
+        return Finding("framework", "vocab-padding", side=side, evidence=tuple(evidence), cure=CURES["vocab-padding"])
+    worst = max(explained.a.error, explained.b.error)
+    if looks_like_rounding(worst, min(case.dtypes, key=lambda kind: kind.itemsize)):
+        return order_finding(case, None, _same_formula(explained))
+    return None
+
+
+def _combine(case: Case) -> Finding | None:
+    found = combine_order(case)
+    if found is None:
+        return _missing_inputs(case)
+    out, probabilities = case.parent("expert_out"), case.parent("expert_probs")
+    assert out is not None and probabilities is not None
+    weighted = out[case.rows].to(torch.float64) * probabilities[case.rows].to(torch.float64)[..., None]
+    exact = weighted.sum(1)
+    a, b = (side[case.rows] for side in case.sides)
+    rules = [
+        Rule({"scale": "1", "combine": "weighted"}, lambda: exact),
+        Rule({"scale": "1", "combine": "unweighted"}, lambda: out[case.rows].to(torch.float64).sum(1)),
+    ]
+    explained = explain(rules, a, b)
+    assert explained is not None
+    if explained.axes:
+        return replace(_framework(case, explained), cause="router-normalise", cure=CURES["router-normalise"])
+    worst = max(explained.a.error, explained.b.error)
+    if all(side.name for side in found) or looks_like_rounding(worst, min(case.dtypes, key=lambda kind: kind.itemsize)):
+        return order_finding(case, found, _same_formula(explained))
+    return None
+
+
+def _positions(case: Case) -> Finding:
+    rows = np.flatnonzero(case.differs)
+    if case.kept:
+        a, b = (side.reshape(len(side), -1)[:, 0].to(torch.int64) for side in case.sides)
+        true = torch.tensor([case.a.where(int(row))[1] for row in rows])
+        wrong = "B" if torch.equal(a[rows], true) else "A" if torch.equal(b[rows], true) else ""
+        said = (
+            f"token {case.a.where(int(rows[0]))[1]} of sequence {case.a.where(int(rows[0]))[0]} has position {int(a[rows[0]])} in A and {int(b[rows[0]])} in B"
+        )
+        return Finding("framework", "positions", side=wrong, evidence=(said,), cure=CURES["positions"])
+    return Finding("framework", "positions", evidence=(f"{len(rows)} tokens have other positions",), cure=CURES["positions"])
+
+
+def _choice(case: Case) -> Finding:
+    assert case.point.layer is not None
+    logits = f"layers.{case.point.layer}.router_logits"
+    rows = np.flatnonzero(case.differs)
+    if logits not in case.a.recorded or logits not in case.b.recorded:
+        return Finding("unknown", "", evidence=("router logits were not recorded on both sides: a tie, or another rule of choosing",), cure="Record them.")
+    found = flips(case.a, case.b, case.point.layer, rows)
+    if found is None:
+        said = "the router's logits are equal and the experts are not: a tie broken differently, or another rule of choosing; keep the tensors to tell"
+        return Finding("routing", "", evidence=(said,), cure="Record again with --keep.")
+    return Finding("routing", found[0], evidence=tuple(found[1]), cure=CURES[found[0]])
+
+
+def _routing(a: Trace, b: Trace) -> tuple[str, ...]:
+    said = []
+    for layer in range(int(a.shape["layers"])):
+        name = f"layers.{layer}.expert_ids"
+        if name not in a.recorded or name not in b.recorded:
+            continue
+        both = (a.columns(name) > 0) & (b.columns(name) > 0)
+        rows = np.flatnonzero(both & (a.digests(name) != b.digests(name)))
+        if len(rows):
+            found = flips(a, b, layer, rows[:256])
+            said.append(
+                found[1][0] + (f" ({found[0]}); {found[1][1]}" if found[1][1] else "") if found else f"layer {layer}: {len(rows)} tokens change experts"
+            )
+    return tuple(said[:8])
+
+
+def _notes(case: Case) -> list[str]:
+    said = []
+    types = [side.recorded[case.point.name]["dtype"] for side in (case.a, case.b)]
+    if types[0] != types[1]:
+        said.append(f"recorded as {types[0]} in A and {types[1]} in B")
+    for name in ("training", "temperature"):
+        values = [side.facts.get(name) for side in (case.a, case.b)]
+        if values[0] != values[1] and None not in values:
+            said.append(f"{name}: {values[0]} in A, {values[1]} in B")
+    missing = [parent for parent in case.point.parents if parent not in case.a.recorded or parent not in case.b.recorded]
+    if missing:
+        said.append(f"not recorded on both sides, so the difference may begin there: {', '.join(missing)}")
+    return said
+
+
+def _missing_inputs(case: Case) -> Finding | None:
+    if found := faults.constant(case):
+        return found
+    gap = relative(*(side[case.rows] for side in case.sides))
+    said = f"the outputs differ by {gap:.2g}, but inputs or parameters of this point were not kept, so no rule could be tried"
+    return Finding("unknown", "", evidence=(said,), cure="Record both sides again with --keep.")
+
+
+def _without_tensors(case: Case) -> Finding:
+    rows = np.flatnonzero(case.differs)
+    x, y = (side.squares(case.point.name)[rows].astype(np.float64) for side in (case.a, case.b))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        gap = float(np.nanmedian(np.abs(x - y) / np.maximum(x, 1e-30)))
+    said = f"only digests were recorded; the rows' sums of squares differ by {gap:.2g} (median): " + (
+        "as rounding does" if gap < 1e-2 else "more than rounding does"
+    )
+    temperatures = [side.facts.get("temperature") for side in (case.a, case.b)]
+    if case.point.op == "logprob" and None not in temperatures and temperatures[0] != temperatures[1]:
+        text = f"equal logits; the sides state the temperatures {temperatures[0]} and {temperatures[1]}"
+        return Finding("framework", "temperature", evidence=(text,), cure=CURES["temperature"])
+    return Finding(
+        "unknown", "", evidence=(said,), cure=f"Record both sides again with --keep {case.point.name} and its inputs, or --keep all on fewer tokens."
+    )
+
+
+def _unexplained(case: Case) -> Finding:
+    a, b = (side[case.rows] for side in case.sides)
+    said = f"equal inputs; the outputs differ by {relative(a, b):.2g}, and no known rule or order gives them"
+    training = [bool(side.facts.get("training")) for side in (case.a, case.b)]
+    if training[0] != training[1]:
+        side = "A" if training[0] else "B"
+        return Finding("framework", "dropout", side=side, evidence=(said, f"{side} runs in training mode"), cure=CURES["dropout"])
+    return Finding("unknown", "", evidence=(said,), cure="Compare this operator's code on both sides.")
