@@ -49,7 +49,7 @@ FAMILIES: dict[str, Family] = {
             "product": "one matrix instruction at every size, the leaf's blocks of k_block terms ascending into one fp32 accumulator from +0",
             "k_block": 64,
             "rows": 64,
-            "columns": 64,
+            "columns": 128,
             "query_rows": 64,
         },
         cuts=ACCELERATOR_CUTS,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tio_megatron.kernels import families
 from tio_megatron.kernels.library import TYPES, bind, integer, operator, pointer, size, threads, type_code
 from tio_megatron.kernels.linear.cpu import empty_packed, pack_into, product, unpack_from
 
@@ -30,10 +31,11 @@ class PackedExperts:
         if not len(weights):
             raise ValueError("experts: at least one weight is needed")
         first = weights[0]
-        if first.dim() != 2 or first.device.type != "cpu":
-            raise ValueError(f"experts: {tuple(first.shape)} on {first.device} is not one expert's [N, K] on cpu")
+        if first.dim() != 2 or not (first.is_cpu or families.serves("grouped_packed", first.device.type)):
+            works = " or ".join(families.devices("grouped_packed"))
+            raise ValueError(f"experts: {tuple(first.shape)} on {first.device} is not one expert's [N, K] on {works}")
         type_code(first, "experts")
-        self = cls(empty_packed(first.shape[0], first.shape[1], first.dtype, len(weights)), first.shape[0])
+        self = cls(empty_packed(first.shape[0], first.shape[1], first, len(weights)), first.shape[0])
         return self.update_(weights)
 
     @property
@@ -69,7 +71,7 @@ class PackedExperts:
         Raises:
             ValueError: ``out`` does not fit.
         """
-        out = torch.empty(self.shape, dtype=self.dtype) if out is None else out
+        out = self.packed.new_empty(self.shape) if out is None else out
         if out.shape != self.shape:
             raise ValueError(f"packed experts: {tuple(out.shape)} cannot take {tuple(self.shape)}")
         for packed, w in zip(self.packed, out, strict=True):

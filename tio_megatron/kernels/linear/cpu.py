@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tio_megatron.kernels import families
 from tio_megatron.kernels.library import TYPES, bind, integer, operator, pointer, size, threads, type_code
 
 PANEL = 32
@@ -50,7 +51,10 @@ def product(
 
 
 def pack_into(packed: torch.Tensor, w: torch.Tensor) -> None:
-    """Write ``w[N, K]`` (any strides) into ``packed[panels, K, 32]`` of the same dtype."""
+    """Write ``w[N, K]`` (any strides) into ``packed[panels, K, 32]`` of the same dtype; on an accelerator it is ``[N, K]`` too."""
+    if not packed.is_cpu:
+        packed.copy_(w)
+        return
     n, k = w.shape
     _pack(w.data_ptr(), type_code(w, "weight"), *w.stride(), n, k, packed.data_ptr(), threads())
 
@@ -62,15 +66,19 @@ def unpack_from(packed: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ValueError: ``w`` has another shape or dtype, or its terms are not contiguous.
     """
     n, k = w.shape
-    if k != packed.shape[1] or -(-n // PANEL) != packed.shape[0] or w.dtype != packed.dtype or w.stride(1) != 1:
+    if not packed.is_cpu and w.shape == packed.shape and w.dtype == packed.dtype:
+        return w.copy_(packed)
+    if not packed.is_cpu or k != packed.shape[1] or -(-n // PANEL) != packed.shape[0] or w.dtype != packed.dtype or w.stride(1) != 1:
         raise ValueError(f"packed weight: {w.dtype} {tuple(w.shape)} with strides {w.stride()} cannot take panels {tuple(packed.shape)} of {packed.dtype}")
     _unpack(packed.data_ptr(), type_code(packed, "weight"), n, k, w.data_ptr(), w.stride(0), threads())
     return w
 
 
-def empty_packed(n: int, k: int, dtype: torch.dtype, *leading: int) -> torch.Tensor:
-    """Memory for ``[..., panels, K, 32]``."""
-    packed = torch.empty(*leading, -(-n // PANEL), k, PANEL, dtype=dtype)
+def empty_packed(n: int, k: int, like: torch.Tensor, *leading: int) -> torch.Tensor:
+    """Memory for ``[..., panels, K, 32]`` of the type of ``like``; on its device, if that is an accelerator, ``[..., N, K]``."""
+    if not like.is_cpu:
+        return like.new_empty(*leading, n, k)
+    packed = torch.empty(*leading, -(-n // PANEL), k, PANEL, dtype=like.dtype)
     _advise(packed.data_ptr(), packed.nbytes)
     return packed
 
@@ -78,7 +86,8 @@ def empty_packed(n: int, k: int, dtype: torch.dtype, *leading: int) -> torch.Ten
 class PackedWeight:
     """One copy of a weight ``[N, K]`` in the layout the product reads front to back: for weights used many times, with few rows.
 
-    Explicit, so never stale behind your back: the values change only through :meth:`update_`.
+    Explicit, so never stale behind your back: the values change only through :meth:`update_`. On an accelerator, whose kernels read weights
+    as they are, it is a plain copy.
     """
 
     def __init__(self, packed: torch.Tensor, n: int) -> None:
@@ -92,10 +101,11 @@ class PackedWeight:
         Raises:
             ValueError: not a matrix, or another dtype or device.
         """
-        if w.dim() != 2 or w.device.type != "cpu":
-            raise ValueError(f"weight: {tuple(w.shape)} on {w.device} is not [N, K] on cpu")
+        if w.dim() != 2 or not (w.is_cpu or families.serves("linear_packed", w.device.type)):
+            works = " or ".join(families.devices("linear_packed"))
+            raise ValueError(f"weight: {tuple(w.shape)} on {w.device} is not [N, K] on {works}")
         type_code(w, "weight")
-        self = cls(empty_packed(w.shape[0], w.shape[1], w.dtype), w.shape[0])
+        self = cls(empty_packed(w.shape[0], w.shape[1], w), w.shape[0])
         pack_into(self.packed, w.detach())
         return self
 
@@ -125,6 +135,8 @@ class PackedWeight:
 
         A cache line is read for each element: 3 to 6 microseconds a row of 1024, where a product with the row costs 60.
         """
+        if not self.packed.is_cpu:
+            return self.packed[numbers]
         column = numbers % PANEL
         if self.dtype == torch.bfloat16:
             # A word of a panel holds columns j and j + 16 (csrc/pack_body.h, place).
@@ -137,7 +149,7 @@ class PackedWeight:
         Raises:
             ValueError: ``out`` does not fit.
         """
-        return unpack_from(self.packed, torch.empty(self.shape, dtype=self.dtype) if out is None else out)
+        return unpack_from(self.packed, self.packed.new_empty(self.shape) if out is None else out)
 
 
 def _linear_packed_cpu(x: torch.Tensor, packed: torch.Tensor, n: int, leaves: int, out_dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""The Triton kernels without a GPU: interpreted in a process of their own (their tests are in ``tests/triton_kernels``), and compiled for sm_90."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tio_megatron import kernels
+from tio_megatron.kernels import families
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "triton_sm90.txt"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: it has no build for this processor")
+
+
+def interpreted(*which: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/triton_kernels", *which]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+
+@needs_triton
+def test_interpreted():
+    done = interpreted("-m", "not full")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 40 and "skipped" not in done.stdout
+
+
+@needs_triton
+@pytest.mark.full
+def test_interpreted_at_more_sizes():
+    done = interpreted("-m", "full")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@needs_triton
+def test_compiled_for_sm90():
+    """One matrix instruction at every number of leaves and rows, with experts or without; one machine code with pages or without; no contraction."""
+    from tio_megatron.kernels import triton_report
+
+    launches, found = triton_report.launches(), {}
+    for what in ("matmul, 1 leaf", "matmul, 4 leaves", "grouped", "attention", "attention_paged", "exp", "tree_add", "rms_norm of heads"):
+        with triton_report.compiling() as compiled:
+            launches[what]()
+        found[what] = compiled[0]
+    for what, one in found.items():
+        assert one.loose == 0 and one.atomics == 0 and one.spilt == 0, (what, one.loose, one.atomics, one.spilt)
+    products = [found[what].instructions for what in ("matmul, 1 leaf", "matmul, 4 leaves", "grouped")]
+    assert products == [("m64n64k16",)] * 3, products
+    assert found["attention"].ptx == found["attention_paged"].ptx
+    assert found["exp"].fused == 13 * 1024 // 128 and found["tree_add"].fused == 0, "as many as the kernel asks for"
+
+
+@needs_triton
+def test_the_check_of_contraction_can_fail():
+    """Negative control: compiled as Triton would by itself, sums and products may be contracted."""
+    from tio_megatron.kernels import triton_report
+    from tio_megatron.kernels.math import triton as math
+
+    with triton_report.compiling() as compiled:
+        import torch
+
+        x = torch.empty(1024)
+        math._elementwise[(1,)](x, x, 1024, LOG=False, BLOCK=1024)
+    assert compiled[0].loose > 0 or compiled[0].fused > 13 * 8
+
+
+@needs_triton
+@pytest.mark.full
+def test_the_compilers_report_is_the_one_in_the_repository():
+    from tio_megatron.kernels import triton_report
+
+    known = GOLDEN.read_text()
+    if families.version("triton-sm90") not in known:
+        pytest.skip(f"{GOLDEN.name} is of another compiler than this {families.version('triton-sm90')}")
+    assert triton_report.table() == known
+
+
+@needs_triton
+def test_the_family_loads_where_there_is_no_gpu():
+    """Registering needs Triton alone; the CPU's kernels stay the CPU's."""
+    code = (
+        "from tio_megatron import kernels; from tio_megatron.kernels import families; kernels.load('triton-sm90'); kernels.load('triton-sm90');"
+        "print(families.devices('matmul'), families.devices('attention_paged'), families.devices('add_products'), kernels.version('triton-sm90'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("('cpu', 'cuda') ('cpu', 'cuda') "), done.stderr
+    assert kernels.version("triton-sm90") in done.stdout and " " not in kernels.version("triton-sm90")
