@@ -62,7 +62,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend remake-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-vllm-ascend remake-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -98,6 +98,11 @@ test-ascend: $(ASCEND_DONE)  ## every call of an NPU operator against torch_npu'
 
 remake-ascend: $(ASCEND_DONE)
 	@$(IN_ASCEND) python -m tests.npu.snapshot
+
+test-mindspeed: setup  ## the tests under MindSpeed against its real sources: MINDSPEED=DIR, a checkout of branch core_r0.16.0
+	@$(HELPERS)
+	[ -f '$(MINDSPEED)/mindspeed/patch_utils.py' ] || die "no mindspeed/patch_utils.py in MINDSPEED='$(MINDSPEED)': make test-mindspeed MINDSPEED=DIR, with a checkout of MindSpeed's branch core_r0.16.0"
+	MINDSPEED='$(abspath $(MINDSPEED))' $(BIN)/python -m pytest tests/integrations/mindspeed $(ARGS)
 
 check: setup  ## ruff, mypy and the tests
 	@$(BIN)/ruff check .

@@ -84,6 +84,14 @@ class Installed:
         """The symbols replaced, in the order of replacement."""
         return tuple(entry.patch.target for entry in self._replaced)
 
+    def problems(self) -> list[str]:
+        """One line for each patch that is not in force in this process; empty when all are."""
+        return [
+            f"{entry.patch.target}: replaced by somebody else after tio_megatron"
+            for entry in self._replaced
+            if vars(entry.owner).get(entry.name, _ABSENT) is not entry.replacement
+        ]
+
     def undo(self) -> None:
         """Restore every symbol, last replaced first. Harmless when called again.
 

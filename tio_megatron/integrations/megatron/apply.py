@@ -10,14 +10,17 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
-from tio_megatron.integrations import devices
+from tio_megatron.integrations import devices, mindspeed
 from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.mindspeed import late
+from tio_megatron.integrations.mindspeed.install import ThroughMindSpeed
+from tio_megatron.integrations.mindspeed.install import install as install_through_mindspeed
 from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
 from tio_megatron.layers import grads
 
 SUPPORTED_TORCH = "2.13.0"
 
-_installed: Installed | None = None
+_installed: Installed | ThroughMindSpeed | None = None
 
 
 class Applied:
@@ -58,7 +61,6 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
         ValueError: another contract is in force already, the contract is not valid, or its kernel family cannot be had here.
         ImportError: torch or megatron-core has another version than the supported one (named), or a symbol has moved.
     """
-    global _installed
     session = _setting(contract, vocab_size)
     current = state.session()
     if current is not None:
@@ -71,9 +73,10 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     _check_versions()
     devices.load(session.contract.family)
     from tio_megatron.integrations.megatron.grad_sums import IntegerSums
-    from tio_megatron.integrations.megatron.patches import all_patches
 
-    _installed = install(all_patches())
+    _install()
+    # verl imports us first. MindSpeed must find stock symbols, and ours lie on top of its own.
+    late.watch(before=_remove, after=_install)
     grads.use(IntegerSums())
     state.enter(session)
     return Applied(session, owner=True)
@@ -85,15 +88,48 @@ def undo() -> None:
     Raises:
         RuntimeError: somebody replaced one of our symbols after us.
     """
-    global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _remove()
+    late.leave()
     grads.use(grads.ToAutograd())
     from tio_megatron.integrations.megatron import micro_batches
 
     micro_batches.leave()
     state.leave()
+
+
+def problems() -> list[str]:
+    """Why the contract is not in force in this process: one line for each patch of ours that is not there, by its symbol. Empty when all is well.
+
+    A worker asks this after everything that patches has run (MindSpeed's ``repatch``, for instance).
+    """
+    if _installed is None:
+        return ["nothing is applied in this process: call tio_megatron.apply(), or import tio_megatron.auto with TIO_CONTRACT set"]
+    return _installed.problems()
+
+
+def patched() -> dict[str, Any]:
+    """How the contract is in force in this process, for reports: ``through`` whom, the ``symbols``, and those ``shared`` with MindSpeed."""
+    if _installed is None:
+        return {"through": None, "symbols": [], "shared": {}}
+    if isinstance(_installed, ThroughMindSpeed):
+        return {"through": "MindSpeed's patch manager", "symbols": sorted(_installed.targets), "shared": _installed.shared()}
+    return {"through": "tio_megatron", "symbols": sorted(_installed.targets), "shared": {}}
+
+
+def _install() -> None:
+    global _installed
+    # The classes that models are built of, too: they are subclasses of stock's, which MindSpeed may replace later.
+    from tio_megatron.integrations.megatron import build  # noqa: F401
+    from tio_megatron.integrations.megatron.patches import all_patches
+
+    _installed = install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
+
+
+def _remove() -> None:
+    global _installed
+    if _installed is not None:
+        _installed.undo()
+        _installed = None
 
 
 def _setting(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_size: int | None) -> Setting:

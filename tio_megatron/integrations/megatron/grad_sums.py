@@ -179,6 +179,10 @@ class Works:
         for work in self.works:
             work.wait()
 
+    def __iter__(self) -> Iterator[Any]:
+        # MindSpeed's finish_grad_sync waits for a list of handles.
+        return iter(self.works)
+
 
 def reduce_bucket(bucket: Any, group: Any, *, scatter: bool, wait: bool) -> list[Any]:
     """Adds a bucket's integers over ``group``: everywhere, or with ``scatter`` each rank's equal shard on that rank."""

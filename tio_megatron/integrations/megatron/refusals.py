@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.integrations.megatron.moe_spec import moe_refusals
 from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
+from tio_megatron.integrations.mindspeed.refusals import mindspeed_refusals
 
 CONFIG_RULES = (
     Rule("hidden_dropout", (0.0,), "dropout is random per layout"),
@@ -111,6 +112,7 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
     if config.num_moe_experts:
         named = {line.partition("=")[0] for line in lines}
         lines += [line for line in moe_refusals(config) if line.partition("=")[0] not in named]
+    lines += mindspeed_refusals(config)
     if not lines:
         lines += list(_misfits(config, contract, vocab))
     if lines:

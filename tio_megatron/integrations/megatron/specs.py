@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.integrations.megatron import modules
 from tio_megatron.integrations.megatron.moe_spec import moe_spec
+from tio_megatron.integrations.mindspeed.manager import stock
 
 STOCK_NORMS = ("WrappedTorchNorm", "FusedLayerNorm", "TENorm")
 
@@ -127,7 +128,10 @@ def _part(part: Any, where: str) -> Any:
     module = _module(part)
     if module is None or module is IdentityOp or module in ORDERED.values() or module is modules.OrderedRMSNorm:
         return part
-    ours = modules.OrderedRMSNorm if getattr(module, "__name__", "") in STOCK_NORMS else ORDERED.get(module)
+    # Under MindSpeed both the part and the names imported above may be its own stand-ins.
+    ours = {stock(theirs): ordered for theirs, ordered in ORDERED.items()}.get(stock(module))
+    if getattr(stock(module), "__name__", "") in STOCK_NORMS:
+        ours = modules.OrderedRMSNorm
     if ours is None:
         raise _unknown(module, where)
     return replace(part, module=ours) if isinstance(part, ModuleSpec) else ours

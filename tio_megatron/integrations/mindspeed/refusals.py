@@ -1,0 +1,39 @@
+"""What stands in the way of a model under MindSpeed, by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tio_megatron.integrations.mindspeed import context, manager, options
+
+_OURS = "tio_megatron.integrations.megatron."
+
+
+def mindspeed_refusals(config: Any) -> list[str]:
+    """One line for every option and every import order that the contract cannot obey; nothing where MindSpeed was not imported.
+
+    Args:
+        config: the model's. MindSpeed puts its own options into every configuration; those that it reads now are looked at too.
+    """
+    if not manager.present():
+        return []
+    arguments = manager.arguments()
+    lines = options.problems(config, arguments) + list(options.unknown(arguments, manager.default_arguments()))
+    return lines + context.refusals(config) + foreign_bases()
+
+
+def foreign_bases() -> list[str]:
+    """One line for each class of ours that was built on a class of MindSpeed, because MindSpeed had replaced stock's when ours was first imported."""
+    lines = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(_OURS):
+            continue
+        for thing in vars(module).values():
+            if isinstance(thing, type) and thing.__module__ == name:
+                theirs = next((base for base in thing.__mro__ if base.__module__.partition(".")[0] == "mindspeed"), None)
+                if theirs is not None:
+                    lines.append(
+                        f"{thing.__name__} is built on MindSpeed's {theirs.__name__}: call tio_megatron.apply(), or import tio_megatron.auto, before MindSpeed"
+                    )
+    return lines
