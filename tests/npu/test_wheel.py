@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -147,3 +149,9 @@ def test_the_family_loads_beside_torch_npu() -> None:
     for operator in ("attention", "attention_backward", "attention_paged", "write_pages", "rms_norm", "add_rms_norm", "grouped"):
         assert families.serves(operator, "npu"), operator
     assert families.version("npu-910b") == npu_family.version()
+
+
+def test_the_self_check_refuses_a_machine_whose_npu_cannot_be_used() -> None:
+    """torch_npu is there, and says that there is a device; the first number that is asked of it fails."""
+    done = subprocess.run([sys.executable, "-m", "tio_megatron.ascend_selfcheck"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "no NPU to ask" in done.stderr and "507899" in done.stderr, done.stderr
