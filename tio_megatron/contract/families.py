@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
         order={
             "attention": "blocks of kv_block keys, p rounded to the operands' type before the second product; kernels/npu/twin_attention.py",
             "norm": "squares folded in halves down to 64, then the tree; kernels/npu/twin.py",
-            "product": "one leaf: one fp32 accumulator of the cube, terms ascending",
+            "product": "Triton kernels: one fp32 accumulator a leaf, blocks of 64 terms ascending; experts of one leaf by npu_grouped_matmul",
         },
         cuts=ACCELERATOR_CUTS,
         package="torch_npu",

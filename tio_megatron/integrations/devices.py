@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tio_megatron import kernels
 from tio_megatron.contract.families import family as family_of
+from tio_megatron.kernels.npu import lowered
 
 
 def load(name: str) -> None:
@@ -18,3 +19,5 @@ def load(name: str) -> None:
 
         ascend.start()
     kernels.load(name)
+    if family_of(name).device == "npu" and not lowered.installed():
+        raise ValueError(f"kernel family {name!r} needs {lowered.PACKAGE} for its products, routing and log-softmax (pip install {lowered.PACKAGE})")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 
+from tio_megatron.kernels.npu import lowered
+
 VARIABLE = "TIO_NPU_ATTENTION"
 ROUTES = ("vendor", "flash-attention-npu")
 """``vendor``: torch_npu's operators. ``flash-attention-npu``: the package of that name, one kernel for training, prefill and decode."""
@@ -26,5 +28,5 @@ def route() -> str:
 
 
 def version() -> str:
-    """For the fingerprint: two sides whose attention comes from two packages refuse each other."""
-    return f"npu-910b.{NUMBER} attention={route()}"
+    """For the fingerprint: two sides whose attention comes from two packages, or whose Triton kernels from two compilers, refuse each other."""
+    return f"npu-910b.{NUMBER} attention={route()} {lowered.version()}"

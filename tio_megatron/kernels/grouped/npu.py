@@ -1,7 +1,8 @@
 """The grouped product on an NPU by ``npu_grouped_matmul``, where its order fits the contract: one leaf, the result in the type of x.
 
 *Built, not run*, and its order is not published: that the cube adds the K terms of a row in one fp32 accumulator, and the same whatever rows stand beside
-it, is what ``ascend_selfcheck`` asks first. More leaves, or partial sums in fp32 (expert tensor parallelism), are refused here: the Triton kernels'.
+it, is what ``ascend_selfcheck`` asks first. More leaves, or partial sums in fp32 (expert tensor parallelism), go to our Triton kernel. The two never share
+a product: how many leaves it has is the contract's, not a layout's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from tio_megatron.kernels.npu.calls import find
 from tio_megatron.kernels.npu.limits import check_grouped
+from tio_megatron.kernels.npu.lowered import PACKAGE, kernels
 from tio_megatron.kernels.operands import require
 
+TRITON = kernels("grouped")
 CUMULATIVE = 0
 """group_list_type: the entries are ends of groups, which are the contract's offsets without the first."""
 
@@ -24,11 +27,13 @@ def grouped(x: Tensor, w: list[Tensor], offsets: Tensor, leaves: int, paired: bo
     """``x[R, K]`` sorted by expert, one ``w[N, K]`` for each, ``offsets[E + 1]`` to ``[R, N]``; ``tio::grouped``.
 
     Raises:
-        ValueError: the documents forbid the shapes or types; several leaves; a result of another type.
+        ValueError: the documents forbid the shapes or types; several leaves or a result of another type where there is no Triton.
     """
-    what = "grouped product"
-    require(leaves == 1, what, f"{leaves} leaves; torch_npu's operator has one. Cut experts whole (ETP 1, cuts.expert_row = 1), or use the Triton kernels")
-    require(out_dtype == x.dtype, what, f"a result of {out_dtype} from {x.dtype}; torch_npu's operator rounds to the type of x. Use the Triton kernels")
+    if leaves != 1 or out_dtype != x.dtype:
+        ours = TRITON.get("grouped")
+        words = f"{leaves} leaves to {out_dtype}; torch_npu's operator has one leaf and the type of x"
+        require(ours is not None, "grouped product", f"{words}. Cut experts whole (ETP 1, cuts.expert_row = 1), or install {PACKAGE} for our Triton kernel")
+        return ours(x, w, offsets, leaves, paired, out_dtype)  # type: ignore[misc]
     x = x.contiguous()
     if not x.shape[0]:
         return x.new_empty(0, w[0].shape[0])
@@ -39,4 +44,4 @@ def grouped(x: Tensor, w: list[Tensor], offsets: Tensor, leaves: int, paired: bo
     return y
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"grouped": grouped}
+KERNELS: dict[str, Callable[..., Any]] = {**TRITON, "grouped": grouped}

@@ -1,7 +1,7 @@
 """RMSNorm on an NPU by ``npu_rms_norm``: fp32 inside, the weight multiplied before the one rounding, the sum of squares in the family's order.
 
-*Built, not run.* The open sources choose the kernel by the width of a row alone, so a row does not see how many others there are. The gradient is not
-here: the vendor's adds the weight's gradient over rows in an order of its own, and the contract's exact sums are the Triton kernels'.
+*Built, not run.* The open sources choose the kernel by the width of a row alone, so a row does not see how many others there are. The gradient is our
+Triton kernel's: the vendor's adds the weight's gradient over rows in an order of its own.
 
 The average is a product with ``1 / H``, the same as the contract's division where H is a power of two; other widths are refused.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from tio_megatron.contract.tree import is_power_of_two
 from tio_megatron.kernels.npu.calls import find
 from tio_megatron.kernels.npu.limits import check_rms_norm
+from tio_megatron.kernels.npu.lowered import kernels
 from tio_megatron.kernels.operands import require
 
 
@@ -42,4 +43,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Te
     return rms_norm(total, w, eps), total
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm}
+KERNELS: dict[str, Callable[..., Any]] = {**kernels("norm"), "rms_norm": rms_norm, "add_rms_norm": add_rms_norm}

@@ -97,8 +97,10 @@ def take(rank: int, twin: bool) -> Place:
 
         stand_in.install()
         return Place(torch.device("cpu"), True)
-    from tio_megatron.integrations import devices
+    from tio_megatron import kernels
+    from tio_megatron.integrations import ascend
 
-    devices.load("npu-910b")
+    ascend.start()
+    kernels.load("npu-910b")  # whatever of it there is: a missing compiler is a row of the report
     torch.get_device_module("npu").set_device(rank)
     return Place(torch.device(f"npu:{rank}"), False)
