@@ -1,0 +1,85 @@
+"""The recipe for NPUs: what can be known of it without one. Its layouts fit the contract, its command names what they are, and it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.qwen3_moe import npu_recipe
+from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
+from examples.qwen3_moe.npu_recipe import RECIPES, Recipe
+from tio_megatron.contract.environment import read
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ["bash", str(ROOT / "launch" / "qwen3_moe_30b_npu.sh")]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    return subprocess.run([*SCRIPT, *arguments], cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_check_holds_all_layouts_against_the_contract_and_prints_what_would_run() -> None:
+    done = run("--check")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(";")[0] for line in lines if not line.startswith("  ")][:2] == [
+        "tp4pp2cp2ep8: trainer TP 4 EP 8 ETP 1 SP PP 2 CP 2, rollout TP 4, 16 NPUs",
+        "tp2ep8: trainer TP 2 EP 8 ETP 1 SP DP 4, rollout TP 4 EP 4, 8 NPUs",
+    ]
+    assert lines.count("  fits: every product is cut on leaves, on both sides") == 2
+    assert lines[-1].startswith("not run on an NPU")
+
+
+def test_both_sides_read_one_contract() -> None:
+    for recipe in RECIPES.values():
+        setting = read(npu_recipe.environment(recipe)["TIO_CONTRACT"])
+        assert setting.contract == recipe.contract and setting.vocab_size == 151936
+        assert setting.contract.family == "npu-910b" and setting.contract.kv_block == 512
+    assert RECIPES["tp2ep8"].contract.cuts.expert_row == 1  # experts whole on both sides: torch_npu's grouped product
+    assert RECIPES["tp4pp2cp2ep8"].contract.cuts.expert_row == 4  # the rollout cuts experts by 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_says_what_the_layout_is(name: str) -> None:
+    recipe = RECIPES[name]
+    given = dict(word.split("=", 1) for word in npu_recipe.command(recipe, "/m", "/d", 8, ["trainer.total_epochs=2"])[3:])
+    layout, side = recipe.trainer.layout, "actor_rollout_ref.actor.megatron"
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    assert [given[f"{side}.{n}_parallel_size"] for n in names] == [str(n) for n in (layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp)]
+    assert given["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "4"
+    assert int(given["trainer.nnodes"]) * int(given["trainer.n_gpus_per_node"]) == recipe.trainer.ranks
+    assert given["trainer.total_epochs"] == "2" and given["trainer.device"] == "npu"
+    assert given[f"{side}.override_transformer_config.recompute_granularity"] == "full" and given[f"{side}.param_offload"] == "True"
+
+
+def test_what_is_printed_can_be_given_to_a_shell() -> None:
+    line = next(line for line in run("--check", "--layout", "tp2ep8").stdout.splitlines() if "TIO_CONTRACT" in line)
+    words = shlex.split(line)
+    assert words[0] == "export" and json.loads(words[1].removeprefix("TIO_CONTRACT="))["family"] == "npu-910b"
+
+
+def test_layouts_that_cannot_hold_are_named() -> None:
+    wide = Recipe(TrainerLayout.of(tp=8, ep=8, etp=1), RolloutLayout(4), "")
+    assert any("tp 8 is above the 4 key/value heads, which training refuses" in problem for problem in wide.problems())
+    odd = Recipe(TrainerLayout.of(tp=2, ep=3, etp=1), RolloutLayout(4), "")
+    assert any("128 experts do not divide by ep 3" in problem for problem in odd.problems())
+    assert any("6 NPUs do not divide into engines of 4" in problem for problem in odd.problems())
+
+
+def test_without_the_packages_a_run_is_refused_by_name() -> None:
+    done = run("--model", "/nowhere")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("qwen3_moe_30b_npu: not installed here: torch_npu 2.13.0 and CANN")
+    assert "verl 0.9.1" in done.stderr and "--check needs none of them" in done.stderr
+
+
+def test_bad_input_is_one_line_and_status_2() -> None:
+    done = run("--check", "--npus", "0")
+    assert done.returncode == 2 and done.stderr == "qwen3_moe_30b_npu: --npus must be at least 1, got 0\n"
+    assert run("--layout", "tp3").returncode == 2
