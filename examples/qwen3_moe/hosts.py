@@ -1,0 +1,127 @@
+"""The hosts of a job, from the variables that people set for torchrun or that Slurm sets, and the network interface that reaches the first of them.
+
+Light to import: this is used before torch is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+SLURM_PORTS = range(20000, 30000)
+"""Where a Slurm job's port lies when MASTER_PORT is not set: chosen by the job's number, the same on all its hosts."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """``count`` hosts, of which this is number ``rank``; ranks meet at ``address``:``port``, which is on the first, within ``seconds``."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    seconds: int = 600
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one."""
+        return self.count > 1
+
+    def torchrun(self, run: str) -> list[str]:
+        """Arguments of torchrun that bring the hosts together; ``run`` names the run.
+
+        Raises:
+            ValueError: the first host cannot be reached by any interface.
+        """
+        if not self.many:
+            return ["--standalone", "--local-addr", "127.0.0.1"]
+        where = ["--nnodes", str(self.count), "--node-rank", str(self.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}"]
+        # torchrun looks for its own name behind the address, which a host need not find.
+        waits = f"is_host={self.rank == 0},join_timeout={self.seconds},read_timeout={self.seconds}"
+        return [*where, "--rdzv-conf", waits, "--rdzv-id", run, "--local-addr", own_address(self.address, self.port)]
+
+
+def from_environment(environ: Mapping[str, str]) -> Hosts:
+    """From ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``, or inside ``srun`` from Slurm's own; the former win. ``TIO_RENDEZVOUS_SECONDS``: patience.
+
+    Raises:
+        ValueError: a variable that is missing or is no number of the kind it must be.
+
+    >>> from_environment({})
+    Hosts(count=1, rank=0, address='127.0.0.1', port=0, seconds=600)
+    >>> from_environment({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    Hosts(count=2, rank=1, address='10.0.0.1', port=29500, seconds=600)
+    >>> from_environment({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[03-04,09]"})
+    Hosts(count=2, rank=1, address='gpu03', port=20007, seconds=600)
+    """
+    slurm = "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ  # inside srun; a job's own script runs on one host before that
+    count = _number(environ, "NNODES", "SLURM_NNODES" if slurm else None, least=1, default=1)
+    if count == 1:
+        return Hosts()
+    rank = _number(environ, "NODE_RANK", "SLURM_NODEID" if slurm else None, least=0, default=None)
+    if rank >= count:
+        raise ValueError(f"NODE_RANK {rank}: with NNODES {count} hosts are numbered 0 to {count - 1}")
+    address = environ.get("MASTER_ADDR") or (first_host(environ.get("SLURM_JOB_NODELIST", "")) if slurm else "")
+    if not address:
+        raise ValueError(f"MASTER_ADDR is not set: with NNODES {count} it must be the address of the first host, the same on all")
+    port = SLURM_PORTS[int(re.sub(r"\D", "", environ["SLURM_JOB_ID"]) or 0) % len(SLURM_PORTS)] if slurm else None
+    meet = _number(environ, "MASTER_PORT", None, least=1, default=port, most=65535)
+    return Hosts(count, rank, address, meet, _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600))
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list.
+
+    >>> [first_host(nodes) for nodes in ("a1,a2", "a[3-4]", "rack[02-04]-n7,b", "x[5,7]", "")]
+    ['a1', 'a3', 'rack02-n7', 'x5', '']
+    """
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    assert match is not None
+    return (match[1] or "") + (match[2] or "") + (match[3] or "")
+
+
+def own_address(there: str, port: int) -> str:
+    """This host's address on the way to ``there``. Asks the routing table; nothing is sent.
+
+    Raises:
+        ValueError: the name does not resolve, or no interface leads there.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(there, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR {there}: this host cannot reach it ({error.strerror or error}); is the name right, and is the interface up?") from error
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's interface that has ``address``; None where no interface has it (IPv6 is not looked at)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            try:
+                held = fcntl.ioctl(control, SIOCGIFADDR, struct.pack("16sH14x", name.encode()[:15], socket.AF_INET))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(held[20:24]) == address:
+                return name
+    return None
+
+
+def _number(environ: Mapping[str, str], name: str, other: str | None, *, least: int, default: int | None, most: int | None = None) -> int:
+    for variable in (name, other):
+        text = environ.get(variable, "") if variable else ""
+        if text:
+            if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+                limits = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"{variable} must be a whole number {limits}, got {text!r}")
+            return int(text)
+    if default is None:
+        raise ValueError(f"{name} is not set: with several hosts each needs its own, and all the same MASTER_ADDR and MASTER_PORT")
+    return default
