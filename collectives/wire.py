@@ -84,7 +84,11 @@ def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in
     sizes = [n * scale for n in in_counts]
     if _counting:
         _count(sizes, dist.get_rank(group))
-    dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), [n * scale for n in out_counts], sizes, group=group)
+    host = _by_host(out, group)
+    target = torch.empty(out.shape, dtype=out.dtype, device="cpu") if host else out
+    dist.all_to_all_single(target.view(torch.uint8), (x.cpu() if host else x).view(torch.uint8), [n * scale for n in out_counts], sizes, group=group)
+    if host:
+        out.copy_(target)
 
 
 def links(sends: Sequence[Message], recvs: Sequence[Message], group: Group) -> None:
@@ -94,8 +98,17 @@ def links(sends: Sequence[Message], recvs: Sequence[Message], group: Group) -> N
     if _counting:
         rank, size = place(group)
         _count([sum(t.nbytes for peer, t in sends if peer == p) for p in range(size)], rank)
-    ops = [dist.P2POp(dist.irecv, t, group=group, tag=_TAG, group_peer=peer) for peer, t in recvs]
-    ops += [dist.P2POp(dist.isend, t, group=group, tag=_TAG, group_peer=peer) for peer, t in sends]
+    host = [torch.empty(t.shape, dtype=t.dtype, device="cpu") if _by_host(t, group) else t for _, t in recvs]
+    ops = [dist.P2POp(dist.irecv, t, group=group, tag=_TAG, group_peer=peer) for (peer, _), t in zip(recvs, host, strict=True)]
+    ops += [dist.P2POp(dist.isend, t.cpu() if _by_host(t, group) else t, group=group, tag=_TAG, group_peer=peer) for peer, t in sends]
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+    for (_, t), received in zip(recvs, host, strict=True):
+        if received is not t:
+            t.copy_(received)
+
+
+def _by_host(tensor: torch.Tensor, group: Group) -> bool:
+    """gloo moves an accelerator's bytes by way of the host: several ranks can then share one card, which NCCL and HCCL do not allow."""
+    return not tensor.is_cpu and dist.get_backend(group) == "gloo"

@@ -82,6 +82,14 @@ def test_the_compilers_report_is_the_one_in_the_repository():
     assert triton_report.table() == known
 
 
+def test_the_check_for_a_gpu_rehearses_on_the_cpu():
+    """Trainer TP 2 EP 2 in two processes and paged rollout: the script that waits for a GPU, with the CPU's kernels."""
+    script = [sys.executable, "benchmarks/gpu_check.py"]
+    done = subprocess.run([*script, "--rehearse", "--tokens", "12"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("max |logdiff| 0\n") >= 2, done.stdout + done.stderr
+    assert subprocess.run(script, cwd=ROOT, capture_output=True, text=True).returncode == 2
+
+
 @needs_triton
 def test_the_family_loads_where_there_is_no_gpu():
     """Registering needs Triton alone; the CPU's kernels stay the CPU's."""

@@ -30,6 +30,10 @@ def install() -> None:
     FAMILIES["toy"] = Family(device="toy", file="toy", fields=FAMILIES["cpu"].fields, operands=("bfloat16",))
     made = torch.library.Library("aten", "IMPL")
     made.impl("empty.memory_format", _empty, "PrivateUse1")
+    made.impl("empty_strided", _empty_strided, "PrivateUse1")
+    made.impl("_copy_from", _copy_from, "PrivateUse1")
+    for overload in ("arange", "arange.start", "arange.start_step"):
+        made.impl(overload, _arange, "PrivateUse1")
     _kept.append(made)
 
 
@@ -59,6 +63,10 @@ class Toy(torch.Tensor):
             result = func(*take(args), **take(kwargs))
         written = func._schema.is_mutable and args and isinstance(args[0], Toy)
         return args[0] if written else give(result)
+
+    def tolist(self) -> Any:
+        """torch has none for tensors that are made in Python."""
+        return self.held.tolist()
 
 
 def take(tree: Any) -> Any:
@@ -91,3 +99,19 @@ def implement(*operators: str) -> None:
 def _empty(shape: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Toy:
     """What autograd makes without a tensor at hand: zeros for a gradient that nobody gave."""
     return Toy(torch.empty(shape, dtype=dtype, device="cpu"))
+
+
+def _empty_strided(shape: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Toy:
+    """What ``.to("toy")`` copies into."""
+    return Toy(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What ``torch.tensor(..., device="toy")`` fills it with."""
+    take(target).copy_(take(source))
+    return target
+
+
+def _arange(*bounds: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Toy:
+    """Made whole: torch's own would resize an empty tensor."""
+    return Toy(torch.arange(*bounds, dtype=dtype, device="cpu"))

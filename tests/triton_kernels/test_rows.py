@@ -77,7 +77,7 @@ def test_swiglu():
 
 @pytest.mark.parametrize("rotated", [32, 16])
 def test_rope(rotated):
-    x, positions, table = bf16(9, 5, 32)[:, 1:4], torch.randint(0, 50, (9,)), rope_table(64, rotated, 1e4)
+    x, positions, table = bf16(9, 5, 32)[:, 1:4], torch.randint(0, 50, (9,)), rope_table(64, rotated, 1e4).to(torch.get_default_device())
     for inverse in (False, True):
         same(rope.rope(x, positions, table, inverse), rope_reference.rope(x, positions, table, inverse=inverse), "rope")
 

@@ -28,7 +28,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
         return _Attention.apply(q, k, v, _covering(cu_seqlens, q.shape[0]), scale)
     length, batch = q.shape[:2]
     rows = [t.transpose(0, 1).reshape(batch * length, *t.shape[2:]) for t in (q, k, v)]
-    cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32) if length else torch.zeros(batch + 1, dtype=torch.int32)
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
     out = _Attention.apply(*rows, cu_seqlens, scale)
     return out.view(batch, length, *q.shape[2:]).transpose(0, 1)
 

@@ -151,13 +151,13 @@ class AllGather:
     def __init__(self, ids: Tensor, groups: ExpertGroups) -> None:
         """``ids`` [t, k] int64, ascending in each token, -1 for padding."""
         self.ids, self.groups = ids, groups
-        own = torch.tensor([ids.shape[0]])
+        own = torch.tensor([ids.shape[0]], device=ids.device)
         self._sizes: list[int] = all_gather(own, groups.all).tolist()
         self._all_ids = self.gather(ids)
         self.plan = plan_rows(self._all_ids, groups.lo, groups.hi)
         # Ranks that differ in etp alone hold the same expert outputs; each sums only the tokens of its own column of ep.
         column = list(range(_rank(groups.etp), len(self._sizes), _size(groups.etp)))
-        blocks = torch.arange(sum(self._sizes)).split(self._sizes)
+        blocks = torch.arange(sum(self._sizes), device=ids.device).split(self._sizes)
         self._column = torch.cat([blocks[r] for r in column])
         self._column_sizes = [self._sizes[r] for r in column]
 

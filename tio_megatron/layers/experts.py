@@ -137,7 +137,7 @@ class RowLabels:
             return cut(self.labels, self.batch.grain, offsets), operands
         block = self.batch.block
         assert block is not None
-        known = all_gather(torch.tensor([[len(self.labels), block.rank(), *place]]), block).tolist()
+        known = all_gather(torch.tensor([[len(self.labels), block.rank(), *place]], device=offsets.device), block).tolist()
         sizes = [rows for rows, *_ in known]
         copies = [at for _, at, *theirs in known if tuple(theirs) == place]
         counts = all_gather(offsets.diff()[None], block)
@@ -146,7 +146,7 @@ class RowLabels:
             parts = all_gather(t.contiguous(), block, sizes=sizes).split(sizes)
             return torch.cat([parts[at] for at in copies])
 
-        expert = torch.arange(counts.shape[1]).repeat(len(copies)).repeat_interleave(counts[copies].reshape(-1))
+        expert = torch.arange(counts.shape[1], device=offsets.device).repeat(len(copies)).repeat_interleave(counts[copies].reshape(-1))
         order = torch.argsort(expert, stable=True)
         joined = torch.cat((offsets.new_zeros(1), counts[copies].sum(0).cumsum(0)))
         grains = cut(join(self.labels)[order], self.batch.grain, joined).shared(copies.index(block.rank()), len(copies))

@@ -39,15 +39,15 @@ class Grains:
     @classmethod
     def whole(cls, offsets: Tensor) -> Grains:
         """All rows of each weight as one grain: ``offsets`` [E + 1] int64."""
-        return cls(offsets, torch.arange(offsets.numel()))
+        return cls(offsets, torch.arange(offsets.numel(), device=offsets.device))
 
     def shared(self, rank: int, ranks: int) -> Grains:
         """Those grains that are ``rank``'s when ``ranks`` ranks that hold the same rows share them out."""
         if ranks == 1:
             return self
-        mine = torch.arange(self.starts.numel() - 1) % ranks == rank
+        mine = torch.arange(self.starts.numel() - 1, device=self.starts.device) % ranks == rank
         counts = self.starts.diff()
-        rows = torch.arange(int(self.starts[-1])) if self.order is None else self.order
+        rows = torch.arange(int(self.starts[-1]), device=self.starts.device) if self.order is None else self.order
         order = rows[mine.repeat_interleave(counts)]
         before = torch.cat((mine.new_zeros(1, dtype=torch.int64), mine.cumsum(0)))
         return Grains(_offsets(counts[mine]), before[self.of], order)
@@ -66,17 +66,17 @@ def cut(labels: Tensor, grain: int, offsets: Tensor | None = None) -> Grains:
     ([1, 3, 0, 2], [0, 2, 4], [0, 2])
     """
     rows = labels.numel()
-    offsets = torch.tensor([0, rows]) if offsets is None else offsets
-    weight = torch.arange(offsets.numel() - 1).repeat_interleave(offsets.diff())
+    offsets = torch.tensor([0, rows], device=labels.device) if offsets is None else offsets
+    weight = torch.arange(offsets.numel() - 1, device=offsets.device).repeat_interleave(offsets.diff())
     order = torch.argsort(labels, stable=True)
     if offsets.numel() > 2:
         order = order[torch.argsort(weight[order], stable=True)]
     key = grain_of(labels, grain)[order]
     if not rows:
-        return Grains(torch.zeros(1, dtype=torch.int64), torch.zeros_like(offsets))
-    new = torch.ones(rows, dtype=torch.bool)
+        return Grains(torch.zeros(1, dtype=torch.int64, device=labels.device), torch.zeros_like(offsets))
+    new = torch.ones(rows, dtype=torch.bool, device=labels.device)
     new[1:] = (key[1:] != key[:-1]) | (weight[1:] != weight[:-1])
-    starts = torch.cat((new.nonzero().squeeze(1), torch.tensor([rows])))
+    starts = torch.cat((new.nonzero().squeeze(1), torch.tensor([rows], device=labels.device)))
     of = torch.cat((new.new_zeros(1, dtype=torch.int64), new.cumsum(0)))[offsets]
     straight = bool((order[1:] > order[:-1]).all())
     return Grains(starts, of, None if straight else order)

@@ -26,7 +26,7 @@ def rope(x: torch.Tensor, table: torch.Tensor, sequences: Sequences | None = Non
     longest = int(positions.max()) + 1 if positions.numel() else 0
     if longest > table.shape[0]:
         raise ValueError(f"rope: a sequence has {longest} tokens but the table holds {table.shape[0]} positions; make it from the longest sequence")
-    return _Rope.apply(x, table, positions)
+    return _Rope.apply(x, table.to(x.device), positions.to(x.device))
 
 
 class _Rope(torch.autograd.Function):

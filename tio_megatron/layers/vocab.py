@@ -250,7 +250,7 @@ def _input_grad(dy: torch.Tensor, weight: torch.Tensor, shard: VocabShard, group
     nodes = [_node_grad(rows, weight, shard, node) for node in shard.spans[shard.rank]]
     if shard.ranks == 1:
         return nodes[0].to(dtype).view(*dy.shape[:-1], -1)
-    held = torch.stack(nodes) if nodes else torch.empty(0, len(rows), weight.shape[1], dtype=torch.float32)
+    held = torch.stack(nodes) if nodes else rows.new_empty(0, len(rows), weight.shape[1], dtype=torch.float32)
     held = held.view(len(held), *dy.shape[:-1], weight.shape[1])
     if sequence_parallel:
         return collectives.reduce_scatter_nodes(held, shard.spans, shard.order.tree, group, out_dtype=dtype)
@@ -263,7 +263,7 @@ def _node_grad(rows: torch.Tensor, weight: torch.Tensor, shard: VocabShard, node
     if found is not None:
         lo, hi = (end - shard.first for end in found)
         if lo == hi:
-            return torch.full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
+            return rows.new_full((len(rows), weight.shape[1]), ABSENT, dtype=torch.float32)
         if node.size == 1 or (hi - lo) % block == 0:
             return linear_kernel.matmul(rows[:, lo:hi], weight[lo:hi].t(), leaves=-(-(hi - lo) // block), out_dtype=torch.float32)
     half = node.size // 2
