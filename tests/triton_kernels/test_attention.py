@@ -51,7 +51,7 @@ def test_packed_is_alone_and_chunked():
             assert_same_bytes(chunk[0], o[last], f"sequence {i} from {done} on")
 
 
-@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("page", [128, pytest.param(64, marks=pytest.mark.full)])
 def test_pages_and_decoding(page):
     q, k, v = tensors(150)
     whole, _ = kernel.attention(q, k, v, starts(150), starts(150), SCALE)
@@ -125,7 +125,7 @@ def test_the_order_shows():
         assert_same_bytes(other, whole, "another walk")
 
 
-@pytest.mark.parametrize("d", [32, 48])
+@pytest.mark.parametrize("d", [48, pytest.param(32, marks=pytest.mark.full)])
 def test_error_beside_the_reference(d):
     """bf16 results within two units of the reference's values in fp32, gradients within 2% of their largest."""
     q, k, v = tensors(140, d)
