@@ -104,6 +104,11 @@ test-mindspeed: setup  ## the tests under MindSpeed against its real sources: MI
 	[ -f '$(MINDSPEED)/mindspeed/patch_utils.py' ] || die "no mindspeed/patch_utils.py in MINDSPEED='$(MINDSPEED)': make test-mindspeed MINDSPEED=DIR, with a checkout of MindSpeed's branch core_r0.16.0"
 	MINDSPEED='$(abspath $(MINDSPEED))' $(BIN)/python -m pytest tests/integrations/mindspeed $(ARGS)
 
+test-vllm-ascend: setup  ## what we name of vllm-ascend against its sources: VLLM_ASCEND=DIR (release 0.23.0), and VLLM=DIR (vLLM 0.23.0) if there
+	@$(HELPERS)
+	[ -f '$(VLLM_ASCEND)/vllm_ascend/platform.py' ] || die "no vllm_ascend/platform.py in VLLM_ASCEND='$(VLLM_ASCEND)': make test-vllm-ascend VLLM_ASCEND=DIR, with the unpacked sources of vllm-ascend 0.23.0"
+	VLLM_ASCEND='$(abspath $(VLLM_ASCEND))' VLLM='$(if $(VLLM),$(abspath $(VLLM)))' $(BIN)/python -m pytest tests/integrations/vllm_ascend $(ARGS)
+
 check: setup  ## ruff, mypy and the tests
 	@$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -20,6 +20,7 @@ from tio_megatron.contract import Layout
 
 REPATCH = {"use_flash_attn": True, "moe_grouped_gemm": True}
 """What verl hands to ``repatch``."""
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
 def adaptor() -> Any:
@@ -308,21 +309,26 @@ def case_options() -> Any:
     from tio_megatron.integrations.mindspeed import manager
     from tio_megatron.integrations.mindspeed.refusals import mindspeed_refusals
 
-    config = SimpleNamespace(context_parallel_size=1)
+    config = SimpleNamespace(context_parallel_size=1, num_moe_experts=None)
     assert mindspeed_refusals(config) == [], mindspeed_refusals(config)
     mindspeed.repatch(dict(REPATCH))
     assert mindspeed_refusals(config) == []
-    lines = mindspeed_refusals(SimpleNamespace(context_parallel_size=1, tp_2d=True, moe_alltoall_overlap_comm=True, pre_tockens=128))
+    lines = mindspeed_refusals(SimpleNamespace(num_moe_experts=None, context_parallel_size=1, tp_2d=True, moe_alltoall_overlap_comm=True, pre_tockens=128))
     assert [line.partition("=")[0] for line in lines] == ["pre_tockens", "tp_2d", "moe_alltoall_overlap_comm"], lines
     for algorithm in ("ulysses_cp_algo", "hybrid_cp_algo", "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "new_cp_algo"):
-        assert mindspeed_refusals(SimpleNamespace(context_parallel_size=1, context_parallel_algo=algorithm)) == []
-        (line,) = mindspeed_refusals(SimpleNamespace(context_parallel_size=2, context_parallel_algo=algorithm))
+        assert mindspeed_refusals(SimpleNamespace(num_moe_experts=None, context_parallel_size=1, context_parallel_algo=algorithm)) == []
+        (line,) = mindspeed_refusals(SimpleNamespace(num_moe_experts=None, context_parallel_size=2, context_parallel_algo=algorithm))
         assert f"context_parallel_algo='{algorithm}'" in line and "megatron_cp_algo would work" in line
     for algorithm in ("megatron_cp_algo", "kvallgather_cp_algo"):
-        assert mindspeed_refusals(SimpleNamespace(context_parallel_size=4, context_parallel_algo=algorithm)) == []
+        assert mindspeed_refusals(SimpleNamespace(num_moe_experts=None, context_parallel_size=4, context_parallel_algo=algorithm)) == []
     manager.arguments().context_parallel_algo = "ulysses_cp_algo"
-    assert len(mindspeed_refusals(SimpleNamespace(context_parallel_size=2))) == 1
+    assert len(mindspeed_refusals(SimpleNamespace(num_moe_experts=None, context_parallel_size=2))) == 1
     manager.arguments().context_parallel_algo = "megatron_cp_algo"
+    mindspeed.repatch(dict(RECOMPUTE))
+    assert mindspeed_refusals(config) == []
+    balanced = SimpleNamespace(context_parallel_size=1, num_moe_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
+    (line,) = mindspeed_refusals(balanced)
+    assert line.startswith("recompute_method='block'") and "'uniform'" in line
     manager.arguments().brand_new = 3
     assert mindspeed_refusals(config) == []
     default = manager.default_arguments
@@ -342,8 +348,8 @@ def case_model(folder: str) -> Any:
 
 
 def case_context_parallel(folder: str) -> Any:
-    """The same on two context-parallel ranks, where MindSpeed replaces the attention's class."""
-    return trained(folder, Layout(cp=2), REPATCH | {"context_parallel_size": 2})
+    """The same on two context-parallel ranks, where MindSpeed replaces the attention's class; with its block recomputation."""
+    return trained(folder, Layout(cp=2), REPATCH | RECOMPUTE | {"context_parallel_size": 2})
 
 
 def trained(folder: str, layout: Layout, repatch: dict[str, Any]) -> dict[str, str]:

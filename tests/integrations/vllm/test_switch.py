@@ -122,7 +122,7 @@ def test_no_layer_of_ours_outside_our_models() -> None:
     before, backend = dict(custom_op.op_registry_oot), scoped.stock_attention.get_attn_backend
     with pytest.raises(KeyError):
         with scoped.swapped(Build(Contract())):
-            assert custom_op.op_registry_oot["RMSNorm"] is scoped.layers.TioRMSNorm and current().contract == Contract()
+            assert custom_op.op_registry_oot["RMSNorm"] is scoped.REPLACEMENTS["RMSNorm"] and current().contract == Contract()
             raise KeyError
     assert custom_op.op_registry_oot == before and scoped.stock_attention.get_attn_backend is backend
     with pytest.raises(RuntimeError, match="outside its model"):

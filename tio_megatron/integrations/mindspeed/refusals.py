@@ -8,6 +8,7 @@ from typing import Any
 from tio_megatron.integrations.mindspeed import context, manager, options
 
 _OURS = "tio_megatron.integrations.megatron."
+_BLOCK = "megatron.core.transformer.transformer_block.TransformerBlock"
 
 
 def mindspeed_refusals(config: Any) -> list[str]:
@@ -20,7 +21,19 @@ def mindspeed_refusals(config: Any) -> list[str]:
         return []
     arguments = manager.arguments()
     lines = options.problems(config, arguments) + list(options.unknown(arguments, manager.default_arguments()))
-    return lines + context.refusals(config) + foreign_bases()
+    return lines + context.refusals(config) + _recomputation(config) + foreign_bases()
+
+
+def _recomputation(config: Any) -> list[str]:
+    """MindSpeed's own form of block recomputation does not hand the padding mask on, and padding would count in the auxiliary loss."""
+    from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
+
+    entry = manager.manager().patches_info.get(f"{_BLOCK}._checkpointed_forward")
+    if entry is None or entry.patch_func is None or not has_balance_loss(config):
+        return []
+    return [
+        "recompute_method='block': MindSpeed's form loses padding_mask, which the auxiliary loss needs; 'uniform' or moe_aux_loss_coeff=0.0 works"
+    ]
 
 
 def foreign_bases() -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
+from tio_megatron.integrations.vllm import platforms
+from tio_megatron.integrations.vllm.ascend import seam
 
-WORKER = "tio_megatron.integrations.vllm.worker.TioWorker"
 SCHEDULER = "tio_megatron.integrations.vllm.scheduler.TioScheduler"
 
 
@@ -31,7 +32,7 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
     """
     additional = {**others.pop("additional_config", {}), "tio_contract": read(contract).contract.to_dict()}
     options: dict[str, Any] = {
-        "worker_cls": WORKER,
+        "worker_cls": platforms.worker(),
         "scheduler_cls": SCHEDULER,
         "additional_config": additional,
         "weight_transfer_config": {"backend": "tio"},
@@ -39,6 +40,9 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         "enable_expert_parallel": expert_parallel,
         "enforce_eager": True,
     }
+    if platforms.worker() == platforms.ASCEND_WORKER:
+        options = {name: value for name, value in (options | seam.ENGINE_OPTIONS).items() if value is not None}
+        options["additional_config"] = seam.ADDITIONAL | additional
     if tp > 1:
         options["distributed_executor_backend"] = "mp"
     if importlib.util.find_spec("vllm") is not None:

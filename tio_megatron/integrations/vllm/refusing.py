@@ -13,7 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
+from vllm import exceptions
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
@@ -25,11 +25,15 @@ UPDATES = ("finish_weight_update", "reload_weights", "tio_load")
 _MARK = "tio_megatron: weights are not whole: "
 
 
-class WeightsNotWholeError(GracefulHTTPError, ValueError):
+_GRACEFUL: Any = getattr(exceptions, "GracefulHTTPError", None)
+"""What a server answers with its status; not there in vLLM 0.23, the one that vllm-ascend 0.23 is for."""
+
+
+class WeightsNotWholeError(*((_GRACEFUL,) if _GRACEFUL else ()), ValueError):
     """A request came while weights were half loaded; the engine lives."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+        super().__init__(message, *((HTTPStatus.SERVICE_UNAVAILABLE,) if _GRACEFUL else ()))
 
 
 class Failed:

@@ -19,13 +19,13 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from tio_megatron.checkpoint import tensor_table
-from tio_megatron.integrations.vllm import layers, moe, plugin, refusals
-from tio_megatron.integrations.vllm.attention import TioAttentionBackend
+from tio_megatron.integrations.vllm import parts, plugin, refusals
 from tio_megatron.integrations.vllm.building import Build, building
 from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.weights import Ledger
 
-REPLACEMENTS = {**layers.REPLACEMENTS, **moe.REPLACEMENTS}
+PARTS = parts.chosen()
+REPLACEMENTS = PARTS.replacements
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def swapped(build: Build) -> Iterator[None]:
     custom_op.op_registry_oot.update(REPLACEMENTS)
     # get_rope hands out one instance to all models of a process.
     rotary_embedding._ROPE_DICT.clear()
-    stock_attention.get_attn_backend = lambda *args, **kwargs: TioAttentionBackend
+    stock_attention.get_attn_backend = lambda *args, **kwargs: PARTS.attention
     try:
         with building(build):
             yield
@@ -74,7 +74,7 @@ class _FixedOrderModel:
         assert isinstance(self, torch.nn.Module)
         replaceable, ours = (custom_op.CustomOp, custom_op.PluggableLayer), tuple(REPLACEMENTS.values())
         names = {type(module).__name__ for module in self.modules() if isinstance(module, replaceable) and not isinstance(module, ours)}
-        stock = sorted(names - _HARMLESS)
+        stock = sorted(names - PARTS.harmless)
         if stock:
             raise ValueError(f"tio_megatron does not cover these layers of the model: {', '.join(stock)}")
 
@@ -112,10 +112,6 @@ class _FixedOrderModel:
             ledger.close()
         ledger.served = True
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-_HARMLESS = {"ApplyRotaryEmb", "MoERunner"}
-"""Stock layers that are built inside ours and never called."""
 
 
 class TioQwen3MoeForCausalLM(_FixedOrderModel, Qwen3MoeForCausalLM):

@@ -18,7 +18,7 @@ from tio_megatron import kernels
 from tio_megatron.checkpoint import digest_differences
 from tio_megatron.contract.environment import read
 from tio_megatron.integrations.vllm import plugin
-from tio_megatron.integrations.vllm.worker import from_first_rank, gathered_digests
+from tio_megatron.integrations.vllm.extension import from_first_rank, gathered_digests
 
 
 @dataclass

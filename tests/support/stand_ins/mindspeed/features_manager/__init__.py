@@ -94,4 +94,16 @@ class ContextParallel(MindSpeedFeature):
         patch_manager.register_patch("megatron.core.transformer.dot_product_attention.DotProductAttention", cp_attention())
 
 
-MindSpeedFeaturesManager.FEATURES_LIST[:] = [Basic(), FlashAttention(), ContextParallel()]
+class Recompute(MindSpeedFeature):
+    """Replaces block recomputation."""
+
+    def is_need_apply(self, args: Any) -> bool:
+        return getattr(args, "recompute_method", None) == "block"
+
+    def register_patches(self, patch_manager: Any, args: Any) -> None:
+        from mindspeed.replacements import checkpointed_forward
+
+        patch_manager.register_patch("megatron.core.transformer.transformer_block.TransformerBlock._checkpointed_forward", checkpointed_forward)
+
+
+MindSpeedFeaturesManager.FEATURES_LIST[:] = [Basic(), FlashAttention(), ContextParallel(), Recompute()]
