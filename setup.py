@@ -66,7 +66,7 @@ setup(
         "vllm.general_plugins": ["tio_megatron = tio_megatron.integrations.vllm.plugin:register"],
         "console_scripts": ["tio = tio_megatron.cli:main"],
     },
-    install_requires=["numpy", "rich", "typer"],
+    install_requires=["numpy", "pyyaml", "rich", "typer"],
     extras_require={
         # beside a vLLM of your own: what our side of it imports and vLLM brings anyway
         "vllm": ["tokenizers", "transformers", "safetensors"],

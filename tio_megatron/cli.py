@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import tio_megatron
-from tio_megatron.commands import diagnose, logdiff
+from tio_megatron.commands import diagnose, doctor, logdiff, plan
 
 app = typer.Typer(
     name="tio",
@@ -22,6 +22,8 @@ app = typer.Typer(
 
 app.command(epilog=logdiff.EPILOG)(logdiff.logdiff)
 app.command(epilog=diagnose.EPILOG)(diagnose.diagnose)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
+app.command(epilog=plan.EPILOG)(plan.plan)
 
 
 def _version(wanted: bool) -> None:

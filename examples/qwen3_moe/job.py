@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from examples.qwen3_moe.children import Child
-from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
 from examples.qwen3_moe.options import Options
 from examples.qwen3_moe.prompts import Request, requests
 from examples.qwen3_moe.report import Pair
@@ -22,6 +21,7 @@ from examples.qwen3_moe.world import World
 from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify import Comparison, Recording, compare
 
 STOCK_TRAINERS = ("tp1", "tp2+ep2")

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
 from tio_megatron.contract import Contract, ModelShape
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 
 MODEL = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768)
 """Qwen3-30B-A3B."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from examples.qwen3_moe.layouts import DISPATCHERS, RolloutLayout, TrainerLayout
+from tio_megatron.contract.words import DISPATCHERS, RolloutLayout, TrainerLayout
 
 EXAMPLES = """examples:
   bash launch/qwen3_moe.sh --quick                                   two minutes: one rollout layout, a smaller table

@@ -13,7 +13,6 @@ from examples.qwen3_moe import tasks
 from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.grpo import Learned, PolicyTrainer, Samples
 from examples.qwen3_moe.job import environment
-from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.prompts import Request
 from examples.qwen3_moe.rl_metrics import Metrics, MetricsFile, measure, read
 from examples.qwen3_moe.rl_options import RlOptions
@@ -24,6 +23,7 @@ from examples.qwen3_moe.world import World
 from tio_megatron import kernels, rl
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.integrations.megatron.train_state import load_training, save_training
 
 CHECKPOINTS = "checkpoints"

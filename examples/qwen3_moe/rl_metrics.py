@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from examples.qwen3_moe.event_files import EventFile
 from examples.qwen3_moe.report import replace_file
 from tio_megatron import rl
+from tio_megatron.verify.monitor.event_file import EventFile
 
 Metrics = dict[str, Any]
 """One step: names of numbers, in the order in which they are written."""

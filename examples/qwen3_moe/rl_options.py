@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
 from examples.qwen3_moe.options import Options, Parser, cache_folder, check_shared, layers_of, shared_options, trainer_of
 from examples.qwen3_moe.tasks import TASKS
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 
 EXAMPLES = """examples:
   bash launch/qwen3_moe.sh rl                                          40 steps: trainer TP 2 EP 2 on two ranks, rollout TP 1

@@ -11,10 +11,10 @@ from typing import Any
 
 from examples.qwen3_moe.children import Child
 from examples.qwen3_moe.ending import InputProblem
-from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.prompts import Request
 from tio_megatron.checkpoint import digest_differences
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.verify import Recording
 
 CHUNK = 192

@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import tio_megatron
 from examples.qwen3_moe.batches import Batch, batch, steps
-from examples.qwen3_moe.layouts import TrainerLayout
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, write_checkpoint
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.qwen3_moe.children import report, serve
-from examples.qwen3_moe.layouts import TrainerLayout
 from examples.qwen3_moe.trainer import Trainer
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.testing import run_ranks
 
 

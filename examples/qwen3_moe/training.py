@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import tio_megatron
-from examples.qwen3_moe.layouts import TrainerLayout
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state

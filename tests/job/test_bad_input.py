@@ -15,7 +15,6 @@ from examples.qwen3_moe import early, ending, folders, prompts, report, stages
 from examples.qwen3_moe import world as world_module
 from examples.qwen3_moe.early import check_versions
 from examples.qwen3_moe.ending import InputProblem
-from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.main import main
 from examples.qwen3_moe.makers import make_random, tiny_config
 from examples.qwen3_moe.options import parse
@@ -24,6 +23,7 @@ from examples.qwen3_moe.rollout import require_same_contract
 from examples.qwen3_moe.world import FirstRankFailed, World
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Cuts
+from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.verify import Comparison
 
 

@@ -15,10 +15,10 @@ from examples.qwen3_moe import corpus, makers, prompts, report
 from examples.qwen3_moe.batches import steps
 from examples.qwen3_moe.children import Child, ChildFailed, InputProblem
 from examples.qwen3_moe.job import policy_weights
-from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
 from examples.qwen3_moe.options import parse
 from tio_megatron.checkpoint import CheckpointConfig, tensor_digest, tensor_table
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify import Comparison
 
 ROOT = Path(__file__).resolve().parents[2]

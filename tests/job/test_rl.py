@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from examples.qwen3_moe import makers, rl, rl_loop, rl_start, tasks
-from examples.qwen3_moe.event_files import EventFile, crc32c
 from examples.qwen3_moe.job import environment
-from examples.qwen3_moe.layouts import RolloutLayout
 from examples.qwen3_moe.prompts import Request
 from examples.qwen3_moe.rl_metrics import MetricsFile, measure, on_policy, read
 from examples.qwen3_moe.rl_options import parse
 from examples.qwen3_moe.rl_plot import picture
 from examples.qwen3_moe.rollout import Rollout
 from tio_megatron.contract import Contract
+from tio_megatron.contract.words import RolloutLayout
+from tio_megatron.verify.monitor.event_file import EventFile, crc32c
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["step", "reward", "entropy", "logdiff_max", "logdiff_mean", "logdiff_nonzero", "kl_k1", "kl_k3", "ratio_min", "ratio_max", "tokens_per_s"]

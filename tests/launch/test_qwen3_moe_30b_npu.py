@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from examples.qwen3_moe import npu_recipe
-from examples.qwen3_moe.layouts import RolloutLayout, TrainerLayout
 from examples.qwen3_moe.npu_recipe import RECIPES, Recipe
 from tio_megatron.contract.environment import read
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ["bash", str(ROOT / "launch" / "qwen3_moe_30b_npu.sh")]

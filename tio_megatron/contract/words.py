@@ -1,4 +1,4 @@
-"""Layouts in words (``tp2+ep2+allgather``), and how many ranks they need."""
+"""Layouts as people write them (``tp2+ep2+allgather``), and how many ranks they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from tio_megatron.contract import Layout
+from tio_megatron.contract.layout import Layout
 
 DISPATCHERS = ("alltoall", "allgather")
 

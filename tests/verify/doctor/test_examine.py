@@ -1,0 +1,115 @@
+"""What the doctor says of environments: versions, variables, whose code stands at patched symbols; each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tio_megatron.verify.doctor import examine, options, switches, worst
+from tio_megatron.verify.doctor.findings import LEVELS
+from tio_megatron.verify.doctor.symbols import author_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def doctor(folder, *arguments, **environ):
+    """(exit status, answer) of ``tio doctor --json`` in a process of its own, with ``folder`` importable."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore", **environ}
+    command = [sys.executable, "-m", "tio_megatron", "doctor", "--json", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, json.loads(done.stdout)
+
+
+def said(answer, topic):
+    return [(finding["level"], finding["what"]) for finding in answer["findings"] if finding["topic"] == topic]
+
+
+@pytest.mark.parametrize(
+    "device, name, value, level",
+    [
+        ("npu", "CLOSE_MATMUL_K_SHIFT", None, "bad"),
+        ("npu", "ATB_MATMUL_SHUFFLE_K_ENABLE", "1", "bad"),
+        ("cuda", "NCCL_NVLS_ENABLE", "1", "note"),
+        ("cpu", "VLLM_BATCH_INVARIANT", "1", "bad"),
+        ("cpu", "ONEDNN_DEFAULT_FPMATH_MODE", "bf16", "note"),
+    ],
+)
+def test_a_variable_that_moves_an_order_is_named(device, name, value, level):
+    environ = {"OMP_NUM_THREADS": "1", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "ATB_LLM_LCOC_ENABLE": "0"}
+    clean = [finding.level for finding in switches.check(device, plugged=True, environ=environ)]
+    assert clean == ["ok"]
+    broken = {key: one for key, one in {**environ, name: value}.items() if one is not None}
+    found = [(finding.level, finding.what.split()[0]) for finding in switches.check(device, plugged=True, environ=broken)]
+    assert found == [(level, name)]
+
+
+def test_stock_runs_hear_more_than_plugged_ones():
+    stock = [finding.what for finding in switches.check("cuda", plugged=False, environ={})]
+    assert any("NCCL chooses ring or tree by message size" in what for what in stock)
+    assert [finding.level for finding in switches.check("cuda", plugged=True, environ={})] == ["ok"]
+
+
+def test_options_the_contract_does_not_cover():
+    megatron = {
+        "hidden_dropout": 0.1,
+        "fp8_format": "e4m3",
+        "moe_expert_capacity_factor": 1.0,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+    }
+    named = [finding.what.split()[1] for finding in options.trainer(megatron)]
+    assert sorted(named) == ["fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_router_load_balancing_type"]
+    assert not [*options.trainer({"hidden_dropout": 0.0, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "lr": 0.1})]
+    vllm = {"quantization": "fp8", "pipeline_parallel_size": 2, "block_size": 16, "kv_cache_dtype": "fp8", "dtype": "half"}
+    assert len([*options.rollout(vllm)]) == 5 and not [*options.rollout({"block_size": 128, "dtype": "auto", "quantization": None})]
+    assert [finding.level for finding in options.both({"bf16": True}, {"dtype": "float32"})] == ["bad"]
+    assert [finding.level for finding in options.both({}, {"temperature": 0.7, "logprobs_mode": "raw_logprobs"})] == ["note", "bad"]
+
+
+def test_the_worst_level_counts():
+    assert [worst(findings) for findings in ([], examine().findings)][0] == "ok" and LEVELS[-1] == "bad"
+    with pytest.raises(ValueError, match="--rollout: missing"):
+        examine(model="Qwen3-30B-A3B", trainer="tp1")
+
+
+def test_author_sees_through_wrappers():
+    import functools
+
+    @functools.wraps(os.path.join)
+    def wrapped():
+        pass
+
+    assert author_of(os.path.join) == "posixpath" and author_of(wrapped) == __name__.partition(".")[0]
+
+
+def test_nothing_applied_is_a_note(tmp_path):
+    status, answer = doctor(tmp_path, "--model", "Qwen3-30B-A3B", "--trainer", "tp2+ep2", "--rollout", "tp4")
+    assert status == 0 and any("no contract is applied in this process" in what for _, what in said(answer, "patches"))
+    assert answer["fingerprint"] and said(answer, "contract") == [("ok", "trainer TP 2 EP 2 ETP 1 SP and rollout TP 4: every cut falls on leaves")]
+
+
+def test_a_patch_over_ours_is_found_by_name(tmp_path):
+    (tmp_path / "meddler.py").write_text(
+        "import tio_megatron.auto\nfrom megatron.core.tensor_parallel import mappings\ndef reduce(*a, **k): pass\nmappings._reduce = reduce\n"
+    )
+    status, answer = doctor(tmp_path, "--import", "tio_megatron.auto", TIO_CONTRACT="1")
+    assert status == 0 and any(level == "ok" and "symbols are ours" in what for level, what in said(answer, "patches"))
+    status, answer = doctor(tmp_path, "--import", "meddler", TIO_CONTRACT="1")
+    bad = [what for level, what in said(answer, "patches") if level == "bad"]
+    assert status == 1 and len(bad) == 1
+    assert bad[0].startswith("megatron.core.tensor_parallel.mappings:_reduce") and "meddler" in bad[0]
+
+
+def test_what_cannot_be_imported_or_read_is_status_2(tmp_path):
+    status, answer = doctor(tmp_path, "--import", "no_such_module")
+    assert status == 2 and "no_such_module: cannot be imported" in answer["error"]
+    status, answer = doctor(tmp_path, "--model", "x", "--trainer", "tp1", "--rollout", "tp1")
+    assert status == 2 and "no such folder" in answer["error"]
+
+
+def test_plug_ins_that_vllm_is_told_to_leave_out(tmp_path):
+    _, answer = doctor(tmp_path, VLLM_PLUGINS="other")
+    assert ("bad", "VLLM_PLUGINS='other' leaves tio_megatron out") in said(answer, "patches")

@@ -1,0 +1,70 @@
+"""``tio doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tio_megatron.commands.answer import JSON, tell
+
+EPILOG = 'Example: tio doctor --model Qwen3-30B-A3B --trainer train.sh --rollout "--tensor-parallel-size 4 --enable-expert-parallel"'
+LAYOUT = "Words (tp2+ep2), arguments in quotes, or a file: a launch script, YAML or JSON of arguments, a verl configuration."
+COLOURS = {"ok": "green", "note": "default", "unknown": "yellow", "bad": "red"}
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="HF folder, config.json, or a known name such as Qwen3-30B-A3B.")] = None,
+    trainer: Annotated[str | None, typer.Option(help=f"Megatron's layout and options. {LAYOUT}")] = None,
+    rollout: Annotated[str | None, typer.Option(help="vLLM's, in the same ways (words: tp2+ep).")] = None,
+    contract: Annotated[
+        str | None, typer.Option(help="The contract both sides load, as TIO_CONTRACT takes it (default: the smallest that serves both).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu: whose environment variables to look at.")] = "cpu",
+    stock: Annotated[bool, typer.Option("--stock", help="Look at stock packages, without the contract.")] = False,
+    score_only: Annotated[bool, typer.Option("--score-only", help="The trainer computes no gradients.")] = False,
+    module: Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Import this first, as the run does; may be repeated.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Look at this environment, and at a configuration, before any run.
+
+    Versions, environment variables that move an order of sums, whose code stands at the symbols that are patched; and for a model and two layouts
+    whether one contract can hold, or which product forbids it and which layouts near by work. Nothing is started.
+    Exit status: 0 it can hold, 1 something forbids it, 2 could not tell.
+    """
+
+    def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        from tio_megatron.verify.doctor import examine, worst
+
+        if device not in ("cpu", "cuda", "npu"):
+            raise ValueError(f"--device {device}: cpu, cuda or npu")
+        found = examine(
+            model=model, trainer=trainer, rollout=rollout, contract=contract, device=device, plugged=not stock, training=not score_only, modules=module or ()
+        )
+        level = worst(found.findings)
+        status = {"ok": 0, "note": 0, "unknown": 2, "bad": 1}[level]
+        fit = found.fit
+        answer: dict[str, Any] = {"findings": [finding.to_dict() for finding in found.findings], "level": level}
+        if fit is not None:
+            answer |= {"contract": fit.contract.to_dict(), "fingerprint": fit.contract.fingerprint(), "nearest": [[str(a), str(b)] for a, b in fit.nearest]}
+
+        def show(console: Console) -> None:
+            table = Table("", "topic", "found", "what works")
+            for finding in found.findings:
+                table.add_row(f"[{COLOURS[finding.level]}]{finding.level}[/]", finding.topic, finding.what, finding.works)
+            console.print(table)
+            if fit is not None and fit.nearest:
+                near = Table("trainer", "rollout", title="layouts near by that work", title_justify="left")
+                for left, right in fit.nearest:
+                    near.add_row(str(left), str(right))
+                console.print(near)
+            bad = sum(finding.level == "bad" for finding in found.findings)
+            ended = {0: "nothing forbids it", 1: f"{bad} {'thing forbids' if bad == 1 else 'things forbid'} it", 2: "could not tell everything"}[status]
+            console.print(ended, style="green" if status == 0 else "red", highlight=False)
+
+        return status, answer, show
+
+    tell("doctor", as_json, work)

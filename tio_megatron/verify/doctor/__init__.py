@@ -1,0 +1,62 @@
+"""Looks at an environment and a configuration before any run. Starts no engine, no rank, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import read
+from tio_megatron.verify.doctor import fits, options, settings, switches, symbols, versions
+from tio_megatron.verify.doctor.findings import Finding, worst
+from tio_megatron.verify.doctor.fits import Fit, fit
+from tio_megatron.verify.doctor.models import shape_of
+
+__all__ = ["Examined", "Finding", "Fit", "examine", "fit", "shape_of", "worst"]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """All findings, and the fit of the two layouts when they were given."""
+
+    findings: tuple[Finding, ...]
+    fit: Fit | None = None
+
+
+def examine(
+    *,
+    model: str | None = None,
+    trainer: str | None = None,
+    rollout: str | None = None,
+    contract: str | None = None,
+    device: str = "cpu",
+    plugged: bool = True,
+    training: bool = True,
+    modules: Sequence[str] = (),
+) -> Examined:
+    """Everything that can be known before a run.
+
+    Args:
+        model: as :func:`.models.shape_of` takes it; needed with the layouts.
+        trainer: words (``tp2+ep2``), Megatron arguments or a file of them; see :mod:`.settings`.
+        rollout: the same of the rollout engine.
+        contract: the one both sides will load (:func:`tio_megatron.contract.environment.read`); the smallest that serves both by default.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        plugged: under the contract; False looks at stock packages.
+        training: the trainer computes gradients too.
+        modules: imported first, in order; see :mod:`.symbols`.
+
+    Raises:
+        ValueError: input that cannot be read, or only one of two things that need each other.
+    """
+    found: list[Finding] = [*versions.check(), *switches.check(device, plugged=plugged), *symbols.check(modules)]
+    given = [name for name, value in (("--model", model), ("--trainer", trainer), ("--rollout", rollout)) if value is None]
+    if len(given) == 3:
+        return Examined(tuple(found))
+    if model is None or trainer is None or rollout is None:
+        raise ValueError(f"{' and '.join(given)}: missing; a model, a trainer and a rollout are looked at together")
+    left, right = settings.trainer(trainer), settings.rollout(rollout)
+    held: Contract | None = None if contract is None else read(contract).contract
+    result = fits.fit(shape_of(model), left.layout.layout, right.layout.layout, contract=held, training=training)
+    found += [*options.trainer(left.settings), *options.rollout(right.settings), *options.both(left.settings, right.settings), *result.findings]
+    return Examined(tuple(found), result)

@@ -1,0 +1,228 @@
+"""What people already have, read as flat settings: command lines, scripts, YAML and JSON of Megatron-LM, vLLM and verl.
+
+Names lose their dashes and their place: ``--tensor-model-parallel-size 4``, ``model_parallel: {tensor_model_parallel_size: 4}`` and verl's
+``actor_rollout_ref.actor.megatron.tensor_model_parallel_size`` all say ``tensor_model_parallel_size`` = 4. Nothing is run or imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+
+Side = Literal["trainer", "rollout"]
+VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
+    "trainer": (("actor_rollout_ref", "actor", "megatron"), ("trainer",)),
+    "rollout": (("actor_rollout_ref", "rollout"),),
+}
+"""Where verl keeps each side's settings; ``trainer`` holds the numbers of nodes and cards."""
+MOST_BYTES = 4 << 20
+
+TRAINER_NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+ROLLOUT_NAMES = {"tp": "tensor_parallel_size", "ep": "enable_expert_parallel"}
+ALIASES = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "expert_parallel_size": "expert_parallel_size",
+    "tp": "tensor_parallel_size",
+    "tensor_parallel": "tensor_parallel_size",
+}
+"""On the rollout side: verl and vLLM's short option name the same size."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """One side as somebody wrote it: its layout, and every setting found (empty when the layout was given in words)."""
+
+    layout: TrainerLayout | RolloutLayout
+    settings: Mapping[str, Any]
+
+
+def trainer(source: str) -> Configured:
+    """A trainer's layout from words (``tp2+ep2``), Megatron arguments, or a file (a script, YAML or JSON of arguments, a verl config).
+
+    Raises:
+        ValueError: cannot be read, a setting has two values, or the sizes do not fit each other.
+    """
+    settings = read(source, "trainer")
+    if settings is None:
+        return Configured(TrainerLayout.parse(source), {})
+    sizes = {name: _whole(settings, option) for name, option in TRAINER_NAMES.items()}
+    if not any(sizes.values()):
+        raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
+    tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
+    world = _world(settings)
+    if world is not None and world % (tp * pp * cp):
+        raise ValueError(f"{source}: {world} ranks do not divide by tp {tp} times pp {pp} times cp {cp}")
+    layout = TrainerLayout.of(
+        tp=tp,
+        ep=sizes["ep"] or 1,
+        etp=sizes["etp"] or tp,  # Megatron's default, unlike that of the words
+        pp=pp,
+        cp=cp,
+        sp=bool(settings.get("sequence_parallel")) and tp > 1,
+        dp=None if world is None else world // (tp * pp * cp),
+        dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
+    )
+    return Configured(layout, settings)
+
+
+def rollout(source: str) -> Configured:
+    """A rollout engine's layout from words (``tp2+ep``), vLLM arguments, or a file (a script, YAML or JSON of arguments, a verl config).
+
+    Raises:
+        ValueError: as :func:`trainer`.
+    """
+    settings = read(source, "rollout")
+    if settings is None:
+        return Configured(RolloutLayout.parse(source), {})
+    for theirs, vllms in ALIASES.items():
+        if theirs in settings and vllms not in settings:
+            settings[vllms] = settings[theirs]
+    if not settings:
+        raise ValueError(f"{source}: no setting was found; is it a rollout's configuration? (words work too: tp2+ep)")
+    expert = settings.get("enable_expert_parallel")
+    if expert is None:
+        expert = (_whole(settings, "expert_parallel_size") or 1) > 1
+    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings)
+
+
+def read(source: str, side: Side) -> dict[str, Any] | None:
+    """The settings of one side in ``source``; None when it is neither a file nor arguments, so words.
+
+    Raises:
+        ValueError: a file that cannot be read, too large to be a configuration, or in which one name has two values.
+    """
+    path = Path(source)
+    if "--" not in source and path.suffix.lower() in (".yaml", ".yml", ".json", ".sh", ".txt", ".args") and not path.is_file():
+        raise ValueError(f"{source}: no such file")
+    if len(source) < 4096 and path.is_file():
+        text = _text(path)
+        if path.suffix.lower() in (".yaml", ".yml", ".json"):
+            return _tree(_parsed(path, text), side, source)
+        return _arguments(text, source)
+    if "--" in source:
+        return _arguments(source, "the arguments")
+    return None
+
+
+def _text(path: Path) -> str:
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes; a configuration has at most {MOST_BYTES}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as text ({error})") from error
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def _tree(data: Any, side: Side, source: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{source}: expected a mapping of settings, got {type(data).__name__}")
+    if "actor_rollout_ref" in data:
+        parts = [_below(data, way) for way in VERL[side]]
+        return _flat([pair for part in parts for pair in _leaves(part, ())], source)
+    return _flat(_leaves(data, ()), source)
+
+
+def _below(data: Any, way: Sequence[str]) -> Any:
+    for name in way:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data if isinstance(data, Mapping) else {}
+
+
+def _leaves(data: Mapping[Any, Any], way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in data.items():
+        here = (*way, *str(name).split("."))
+        if isinstance(value, Mapping):
+            yield from _leaves(value, here)
+        else:
+            yield here, value
+
+
+def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[str, ...], Any]], source: str) -> dict[str, Any]:
+    """By last name. Only a name that decides something here may not have two values: verl repeats many others."""
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    decide = {*TRAINER_NAMES.values(), *ROLLOUT_NAMES.values(), "sequence_parallel", "moe_token_dispatcher_type"}
+    for way, value in pairs:
+        name = way[-1].replace("-", "_")
+        if name in decide and name in found and found[name] != value:
+            raise ValueError(f"{source}: {places[name]} is {found[name]!r} and {'.'.join(way)} is {value!r}; which one holds?")
+        if name not in found:
+            found[name], places[name] = value, ".".join(way)
+    return found
+
+
+def _arguments(text: str, source: str) -> dict[str, Any]:
+    """``--name value``, ``--name=value`` and ``--flag``; of a script, everything that looks so. The last of a repeated name holds, as in argparse."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
+    found: dict[str, Any] = {}
+    for index, word in enumerate(words):
+        if not re.match(r"--[A-Za-z]", word):
+            short = re.fullmatch(r"-(tp|pp|ep|dp)", word)  # vLLM's
+            if short is None:
+                continue
+            word = f"--{short[1]}"
+        name, given, value = word[2:].partition("=")
+        if not given and index + 1 < len(words) and not words[index + 1].startswith("-"):
+            value, given = words[index + 1], "="
+        name = name.replace("-", "_")
+        if not given and name.startswith("no_"):
+            found[name[3:]] = False
+        else:
+            found[name] = _value(value) if given else True
+    return found
+
+
+def _value(text: str) -> Any:
+    """A number, truth value or list as YAML reads it; else the text."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float | list) or value is None else text
+
+
+def _whole(settings: Mapping[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and "$" in value:
+        raise ValueError(f"{name} is {value!r}, a variable that is not set here; write its number")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}, it must be a whole number of at least 1")
+    return value
+
+
+def _world(settings: Mapping[str, Any]) -> int | None:
+    """All ranks, as the launcher was told; None when it was not."""
+    if settings.get("world_size") is not None:
+        return _whole(settings, "world_size")
+    per_node = next((name for name in ("nproc_per_node", "n_gpus_per_node") if isinstance(settings.get(name), int)), None)
+    if per_node is None:
+        return None
+    return math.prod([_whole(settings, per_node) or 1, _whole(settings, "nnodes") or 1])

