@@ -84,7 +84,8 @@ def train_scores(shape: Shape, weights: Weights, ids: Tensor, contract: Contract
     for i in range(shape.layers):
         w = {name: weights[f"{i}.{name}"] for name in ("qkv", "o", "gate", "w13", "w2", "norm1", "norm2", "q_norm", "k_norm")}
         h = norm.rms_norm(x, w["norm1"], EPS)
-        qkv = linear.column_parallel(h, w["qkv"].chunk(size)[rank].contiguous(), dgrad_leaves=1, **parallel)
+        dgrad_leaves = contract.leaves_of("col_dgrad", len(w["qkv"]), size, "attention.qkv")
+        qkv = linear.column_parallel(h, w["qkv"].chunk(size)[rank].contiguous(), dgrad_leaves=dgrad_leaves, **parallel)
         q, k, v = shape.heads_of(qkv[:, 0])
         q = rope.rope(norm.rms_norm(q, w["q_norm"], EPS)[:, None], table)
         k = rope.rope(norm.rms_norm(k, w["k_norm"], EPS)[:, None], table)
@@ -94,8 +95,8 @@ def train_scores(shape: Shape, weights: Weights, ids: Tensor, contract: Contract
         chosen, probs = router.route_tokens(router.router_logits(h, w["gate"]), shape.top_k, normalise=True)
         way = dispatch.AllToAll(chosen, ways)
         rows = way.dispatch(way.spread(h.flatten(0, 1)))
-        expert_leaves = contract.leaves_of("expert_row", shape.ffn, 1, "experts.down")
-        rows = experts.expert_mlp(rows, way.offsets, w["w13"][mine].unbind(), w["w2"][mine].unbind(), leaves=expert_leaves)
+        leaves_of_one = (contract.cuts.expert_row, contract.cuts.expert_col_dgrad)
+        rows = experts.ExpertMLP.apply(rows, way.offsets, *leaves_of_one, None, None, (), *w["w13"][mine].unbind(), *w["w2"][mine].unbind())
         x = x + way.combine(way.collect(rows), probs).view(x.shape)
     logits = vocab.vocab_logits(norm.rms_norm(x, weights["norm"], EPS), _padded(weights["head"], shard), shard, **parallel)
     return vocab.vocab_logprob(logits[:-1, 0], ids[1:], shard, group=group)

@@ -63,6 +63,28 @@ def test_trainer_and_rollout_are_one():
         assert_same_bytes(cpu, whole, "but not the same bytes")
 
 
+def differentiated(rank: int) -> dict[str, torch.Tensor]:
+    """Gradients of weights that are not cut, and of this rank's rows and columns of those that are, by plain autograd."""
+    size, given = dist.get_world_size(), {name: toy.Toy(w, requires_grad=True) for name, w in SHAPE.weights(1, "cpu").items()}
+    scores = one_card.train_scores(SHAPE, given, toy.Toy(IDS[:4]), CONTRACT, dist.group.WORLD if size > 1 else None)
+    wanted = ("0.qkv", "0.o", "0.w13", "0.w2", "head")
+    found = dict(zip(wanted, torch.autograd.grad(scores.sum(), [given[name] for name in wanted]), strict=True))
+    assert all(isinstance(grad, toy.Toy) for grad in found.values())
+    return {name: grad.held for name, grad in found.items()}
+
+
+def test_gradients_of_cut_weights():
+    """Both ranks' parts are the whole's: the products, norms, attention, routing and dispatch between them, forward and backward."""
+    whole = run_ranks(1, differentiated)[0]
+    parts = run_ranks(2, differentiated)
+    for name, grad in whole.items():
+        both = torch.where(parts[0][name] != 0, parts[0][name], parts[1][name])
+        assert_same_bytes(both + 0.0, grad + 0.0, name)
+        assert grad.isfinite().all() and grad.any(), name
+    with pytest.raises(AssertionError):
+        assert_same_bytes(parts[0]["0.o"], whole["0.o"], "one rank's part alone")
+
+
 def summed(rank: int) -> list[torch.Tensor]:
     x = torch.arange(12.0).view(4, 3) * 10.0 ** (6 * rank)
     on_toy = toy.Toy(x)
