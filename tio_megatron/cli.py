@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import tio_megatron
-from tio_megatron.commands import diagnose, doctor, logdiff, plan
+from tio_megatron.commands import diagnose, doctor, logdiff, plan, record
 
 app = typer.Typer(
     name="tio",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 app.command(epilog=logdiff.EPILOG)(logdiff.logdiff)
+app.command(epilog=record.EPILOG)(record.record)
 app.command(epilog=diagnose.EPILOG)(diagnose.diagnose)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.command(epilog=plan.EPILOG)(plan.plan)

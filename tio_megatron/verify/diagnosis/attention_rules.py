@@ -87,7 +87,10 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
     def rule(mask: str = "own sequence", scale: float = width**-0.5, probabilities: str = "fp32", scores: str = "fp32", grouping: str = "neighbours") -> Rule:
         def compute() -> torch.Tensor:
             s = heads.scores(scale, grouping)
-            s = rounded(s, heads.dtype) if scores != "fp32" else s
+            if scores == "rounded, scaled, rounded":
+                s = rounded(rounded(heads.scores(1.0, grouping), heads.dtype) * scale, heads.dtype)
+            elif scores == "rounded":
+                s = rounded(s, heads.dtype)
             return heads.attend(masks[mask], s, probabilities, grouping).reshape(-1, *shape)
 
         axes = {
@@ -98,9 +101,8 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
         }
         return Rule(axes, compute)
 
-    roundings = [
-        (probabilities, scores) for probabilities in ("fp32", "normalised, then rounded", "rounded, then normalised") for scores in ("fp32", "rounded")
-    ]
+    score_roundings = ("fp32", "rounded", "rounded, scaled, rounded")
+    roundings = [(p, s) for p in ("fp32", "normalised, then rounded", "rounded, then normalised") for s in score_roundings]
     for probabilities, scores in roundings:
         yield rule(probabilities=probabilities, scores=scores)
     for mask in list(masks)[1:]:

@@ -50,7 +50,9 @@ class Case:
         return a, b
 
     def input(self, name: str) -> torch.Tensor | None:
-        """The tensor of an earlier point (in its own type), from whichever side kept it."""
+        """The tensor of an earlier point (in its own type), from whichever side kept it; None where one side did not record it: it may differ."""
+        if name not in self.a.recorded or name not in self.b.recorded:
+            return None
         for side in (self.a, self.b):
             if name in side.recorded and (found := side.values(name)) is not None:
                 return found

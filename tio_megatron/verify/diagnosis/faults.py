@@ -142,3 +142,17 @@ def constant(case: Case) -> Finding | None:
     if abs(ratio - 1) > 5e-3 and relative(a * ratio, b) < 0.1 * gap:
         return Finding("framework", "scale", details={"ratio": ratio}, evidence=(f"B is {ratio:.6g} times A",), cure=CURES["scale"])
     return None
+
+
+def other_type(case: Case) -> Finding | None:
+    """One side keeps in a wide type what the other rounds, and that is all that is seen."""
+    types = case.dtypes
+    if types[0] == types[1] or not all(kind.is_floating_point for kind in types):
+        return None
+    gap = relative(*(side[case.rows] for side in case.sides))
+    if gap > 0.01:
+        return None
+    names = [str(kind).removeprefix("torch.") for kind in types]
+    side = "A" if types[0].itemsize < types[1].itemsize else "B"
+    said = f"{names[0]} in A and {names[1]} in B; the values differ by {gap:.2g}, as rounding does"
+    return Finding("framework", "dtype", side=side, details={"dtype_a": names[0], "dtype_b": names[1]}, evidence=(said,), cure=CURES["dtype"])

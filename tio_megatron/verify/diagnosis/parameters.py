@@ -26,9 +26,12 @@ def differing(a: Trace, b: Trace, names: list[str]) -> list[str]:
     """Those of ``names`` whose digests differ, or that only one side has while both recorded parameters."""
     if not a.weights or not b.weights:
         return []
+    some = any(side.facts.get("weights") == "some" for side in (a, b))  # an engine that packs its weights cannot give all of them back
     found = []
     for name in names:
         x, y = a.weights.get(name), b.weights.get(name)
+        if some and (x is None or y is None):
+            continue
         if (x is None) != (y is None) or (x and y and (x["digest"] != y["digest"] or x["shape"] != y["shape"])):
             found.append(name)
     return found

@@ -94,8 +94,9 @@ def _why(case: Case) -> Finding:
         return _choice(case)
     if not case.kept:
         return _without_tensors(case)
-    if found := faults.dropout(case):
-        return found
+    for check in (faults.dropout, faults.other_type):
+        if found := check(case):
+            return found
     reasons: dict[str, Callable[[Case], Finding | None]] = {
         "product": _product,
         "expert_product": _product,
@@ -312,7 +313,7 @@ def _notes(case: Case) -> list[str]:
         values = [side.facts.get(name) for side in (case.a, case.b)]
         if values[0] != values[1] and None not in values:
             said.append(f"{name}: {values[0]} in A, {values[1]} in B")
-    missing = [parent for parent in case.point.parents if parent not in case.a.recorded or parent not in case.b.recorded]
+    missing = [parent for parent in case.point.parents if parent != "positions" and not (parent in case.a.recorded and parent in case.b.recorded)]
     if missing:
         said.append(f"not recorded on both sides, so the difference may begin there: {', '.join(missing)}")
     return said
@@ -322,8 +323,9 @@ def _missing_inputs(case: Case) -> Finding | None:
     if found := faults.constant(case):
         return found
     gap = relative(*(side[case.rows] for side in case.sides))
-    said = f"the outputs differ by {gap:.2g}, but inputs or parameters of this point were not kept, so no rule could be tried"
-    return Finding("unknown", "", evidence=(said,), cure="Record both sides again with --keep.")
+    size = "as rounding does" if looks_like_rounding(gap / 4, min(case.dtypes, key=lambda kind: kind.itemsize)) else "more than rounding does"
+    said = f"the outputs differ by {gap:.2g}, {size}; inputs or parameters of this point were not kept on both sides, so no rule could be tried"
+    return Finding("unknown", "", evidence=(said,), cure="Record both sides again with --keep all, with a recorder that sees the inputs of this point.")
 
 
 def _without_tensors(case: Case) -> Finding:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tio_megatron.verify.readers.arrays import read_npz, read_safetensors
-from tio_megatron.verify.readers.jsonl import read_jsonl
+from tio_megatron.verify.readers.jsonl import read_jsonl, read_tokens
 from tio_megatron.verify.readers.scored import Scored
 
-__all__ = ["Scored", "read_scored"]
+__all__ = ["Scored", "read_scored", "read_tokens"]
 
 
 def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:

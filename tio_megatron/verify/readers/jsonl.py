@@ -40,6 +40,40 @@ def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
             yield _scored(entry, field, where)
 
 
+def read_tokens(path: Path) -> list[list[int]]:
+    """Token ids of a file of JSON lines: objects as above (log-probabilities are not needed), or plain lists of ids.
+
+    Raises:
+        ValueError: no such file, no JSON, or no token ids; says where.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    found = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: it is no JSON ({error})") from None
+        prompt: list[int] = []
+        if isinstance(entry, dict):
+            ids = next((key for key in TOKEN_FIELDS if key in entry), None)
+            if ids is None:
+                raise ValueError(f"{where}: no token ids; one of {', '.join(TOKEN_FIELDS)} is needed")
+            if ids.startswith("response"):
+                prompt = next((entry[key] for key in ("prompts", "prompt_ids", "prompt_token_ids") if key in entry), [])
+            entry = entry[ids]
+        tokens = _integers([*prompt, *entry] if isinstance(entry, list) else entry, "tokens", where).tolist()
+        if not tokens:
+            raise ValueError(f"{where}: an empty sequence")
+        found.append(tokens)
+    if not found:
+        raise ValueError(f"{path}: no sequence")
+    return found
+
+
 def _scored(entry: dict[str, Any], field: str | None, where: str) -> Scored:
     name = _logprob_field(entry, field, where)
     values = _numbers(entry[name], name, where, nulls=True)

@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+_NAN = 0x7FC00000
+"""The NaN that stands for all."""
+
 SALT = 0x5851F42D
 """Added to every word, so that a row of zeros differs from an absent one."""
 
@@ -44,25 +47,43 @@ def row_digests(rows: torch.Tensor, columns: int | torch.Tensor = 0, total: int 
         total: columns of the whole row; those of ``rows`` if None.
     """
     flat = rows.detach().reshape(len(rows), -1) if rows.dim() > 1 else rows.detach().reshape(-1, 1)
-    words = words_of(flat)
     width = flat.shape[1]
     keys = _keys(total or width, str(flat.device))
+    words, shift = words_of(flat)
     if isinstance(columns, int):
-        chosen = keys[columns : columns + width]
-    else:
-        chosen = keys[columns.to(flat.device)[:, None] + torch.arange(width, device=flat.device)]
-    return ((words + SALT) * chosen).sum(dim=1)
+        return _dot(words, keys[columns : columns + width], shift)
+    found = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    columns = columns.to(flat.device)
+    for start in columns.unique().tolist():  # a handful: the places of a token's experts
+        here = columns == start
+        found[here] = _dot(words[here], keys[start : start + width], shift)
+    return found
 
 
-def words_of(values: torch.Tensor) -> torch.Tensor:
-    """The integers that stand for the values: int64, of the same shape."""
+def _dot(words: torch.Tensor, keys: torch.Tensor, shift: int) -> torch.Tensor:
+    """Sum of ``keys * (words * 2^shift + SALT)``: the salt and the shift are taken out of the sum, which leaves one multiplication an element."""
+    return (torch.mv(words, keys) << shift) + SALT * keys.sum()
+
+
+def words_of(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(int64 numbers of the same shape, shift): the integers that stand for the values are these times ``2^shift``."""
     if not values.is_floating_point():
-        return values.to(torch.int64)
-    wide = values.to(torch.float32)
-    nan = wide.isnan()
-    if nan.any():
-        wide = wide.masked_fill(nan, float("nan"))
-    return wide.contiguous().view(torch.int32).to(torch.int64)
+        return values.to(torch.int64), 0
+    if values.dtype == torch.bfloat16:
+        half = values.contiguous().view(torch.int16)
+        if _has_nan(values):
+            half = half.masked_fill(values.isnan(), _NAN >> 16)
+        return half.to(torch.int64), 16
+    wide = values.to(torch.float32).contiguous()
+    words = wide.view(torch.int32)
+    if _has_nan(wide):
+        words = words.masked_fill(wide.isnan(), _NAN)
+    return words.to(torch.int64), 0
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Quicker than ``isnan().any()``: the extremes of numbers with a NaN among them are NaN."""
+    return values.numel() > 0 and bool(values.aminmax().min.isnan())
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

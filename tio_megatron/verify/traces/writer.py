@@ -121,8 +121,11 @@ class TraceWriter:
         if not len(rows):
             return
         found = row_digests(part, 0 if columns is None else columns, total).cpu().numpy()
-        wide = part.to(torch.float32)
-        squares = wide.square().sum(dim=1).cpu().numpy()
+        if part.is_floating_point():
+            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float32)
+            squares = norms.square().cpu().numpy()
+        else:
+            squares = part.to(torch.float32).square().sum(dim=1).cpu().numpy()
         places = at.cpu().numpy()
         if columns is None:
             self._digests[name][places], self._squares[name][places], self._columns[name][places] = found, squares, total
@@ -132,9 +135,11 @@ class TraceWriter:
             np.add.at(self._squares[name], places, squares)
             np.add.at(self._columns[name], places, part.shape[1])
         stats = self.points[name]
-        finite = wide.isfinite()
-        stats["nonfinite"] += int((~finite).sum())
-        stats["largest"] = max(stats["largest"], float(wide.masked_fill(~finite, 0).abs().max()) if wide.numel() else 0.0)
+        bad = int((~np.isfinite(squares)).sum())
+        stats["nonfinite"] += bad  # rows
+        if part.numel() and not bad:
+            low, high = part.aminmax()
+            stats["largest"] = max(stats["largest"], abs(float(low)), abs(float(high)))
         if name in self._kept:
             self._store(self._kept[name].view(len(self.tokens), total), part, at.cpu(), columns)
 

@@ -1,0 +1,208 @@
+"""Recorders of stock engines: what they record is what the model computes, layouts agree, nothing is left behind, and switched off nothing changes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tio_megatron.cli import app
+from tio_megatron.contract import Layout
+from tio_megatron.testing import assert_same_bytes
+from tio_megatron.testing.qwen3 import DENSE, MOE, ragged, write_tiny
+from tio_megatron.verify.diagnosis import diagnose
+from tio_megatron.verify.recorders.hf import hf_hooks, load_hf, record_hf
+from tio_megatron.verify.traces import Tracer, TraceWriter, open_trace
+
+SIZES = dict(num_hidden_layers=2, hidden_size=64, vocab_size=300, num_attention_heads=4, num_key_value_heads=2)
+SEQUENCES = ragged((17, 1, 30), vocab=300)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {"moe": write_tiny(folder / "moe", MOE, **SIZES), "dense": write_tiny(folder / "dense", DENSE, **SIZES, tie_word_embeddings=True)}
+
+
+def compared(a, b):
+    return diagnose(open_trace(a), open_trace(b))
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_what_hf_computes_is_recorded(kind, checkpoints, tmp_path):
+    model = load_hf(checkpoints[kind])
+    record_hf(model, SEQUENCES, tmp_path / "a", keep=["all"], full_vocab=True)
+    trace = open_trace(tmp_path / "a")
+    assert [point.name for point in trace.graph] == trace.names, "every point of the model"
+    with torch.no_grad():
+        for start, sequence in ((0, SEQUENCES[0]), (18, SEQUENCES[2])):
+            out = model(input_ids=torch.tensor([sequence]), output_hidden_states=True)
+            rows = slice(start, start + len(sequence))
+            assert_same_bytes(trace.values("logits")[rows], out.logits[0], "logits")
+            assert_same_bytes(trace.values("embed")[rows], out.hidden_states[0][0], "embedding")
+            assert_same_bytes(trace.values("layers.0.mlp_residual")[rows], out.hidden_states[1][0], "first layer")
+            table = out.logits[0].float().log_softmax(-1)
+            assert_same_bytes(trace.values("logprob_rows")[rows], table, "whole rows")
+            chosen = table[:-1].gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+            assert_same_bytes(trace.values("logprob")[rows][:-1], chosen, "log-probabilities")
+    if kind == "moe":  # a token's experts add up to its row
+        made = (trace.values("layers.1.expert_out").float() * trace.values("layers.1.expert_probs").float()[..., None]).sum(1)
+        gap = (made - trace.values("layers.1.mlp_out").float()).abs().max()
+        assert gap < 0.05 * made.abs().max()
+        assert (trace.values("layers.1.expert_ids").diff(dim=1) > 0).all(), "ascending ids"
+
+
+def test_hf_twice_is_equal_and_implementations_of_experts_are_laid_side_by_side(checkpoints, tmp_path):
+    options = dict(keep=["all"], full_vocab=True)
+    model = load_hf(checkpoints["moe"])
+    for name in ("a", "b"):
+        record_hf(model, SEQUENCES, tmp_path / name, **options)
+    assert compared(tmp_path / "a", tmp_path / "b").kind == "equal"
+    model.set_experts_implementation("eager")
+    record_hf(model, SEQUENCES, tmp_path / "eager", **options)
+    found = compared(tmp_path / "a", tmp_path / "eager")
+    assert (found.kind, found.point) == ("order", "layers.0.mlp_out"), found  # the loop adds in bf16, expert by expert
+
+
+def test_differences_that_people_have_are_named_on_hf(checkpoints, tmp_path):
+    model = load_hf(checkpoints["moe"])
+    record_hf(model, SEQUENCES, tmp_path / "a", keep=["all"], full_vocab=True)
+
+    record_hf(model, SEQUENCES, tmp_path / "temperature", keep=["all"], temperature=0.7, full_vocab=True)
+    found = compared(tmp_path / "a", tmp_path / "temperature")
+    assert (found.kind, found.cause, found.details["temperature_b"]) == ("framework", "temperature", 0.7), found
+
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3] *= 1.01
+    record_hf(model, SEQUENCES, tmp_path / "weights", keep=["all"])
+    found = compared(tmp_path / "a", tmp_path / "weights")
+    assert (found.kind, found.point, found.parameter) == ("weights", "layers.1.expert_out", "model.layers.1.mlp.experts.3.down_proj.weight"), found
+
+    model = load_hf(checkpoints["moe"])
+    model.config._attn_implementation = "eager"
+    record_hf(model, SEQUENCES, tmp_path / "eager", keep=["all"])
+    found = compared(tmp_path / "a", tmp_path / "eager")
+    assert (found.kind, found.cause, found.point) == ("framework", "extra-rounding", "layers.0.attn"), found
+
+    record_hf(load_hf(checkpoints["moe"], "float32"), SEQUENCES, tmp_path / "fp32", keep=["all"])
+    found = compared(tmp_path / "a", tmp_path / "fp32")
+    assert (found.kind, found.cause, found.side) == ("framework", "dtype", "A"), found
+
+
+def test_hooks_are_taken_off_and_nothing_changes(checkpoints, tmp_path):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    model = load_hf(checkpoints["moe"])
+    rotary, ids = modeling_qwen3_moe.apply_rotary_pos_emb, torch.tensor([SEQUENCES[0]])
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        with TraceWriter(tmp_path / "a", SEQUENCES, engine="hf", shape={"layers": 2, "moe": [True, True]}) as writer, hf_hooks(model, Tracer(writer)):
+            assert_same_bytes(model(input_ids=ids).logits, before, "hooks on, no pass announced: nothing is recorded")
+            assert not writer.points
+        record_hf(model, SEQUENCES, tmp_path / "b")
+        assert_same_bytes(model(input_ids=ids).logits, before, "hooks off")
+    assert modeling_qwen3_moe.apply_rotary_pos_emb is rotary
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.full
+def test_recording_takes_less_than_twice_the_time(tmp_path):
+    """With widths as models have them; tiny ones are all overhead."""
+    path = write_tiny(tmp_path / "m", MOE, num_hidden_layers=2, hidden_size=1536, moe_intermediate_size=768, num_experts=8, vocab_size=2000)
+    model, sequences = load_hf(path), ragged((256, 256), vocab=2000)
+
+    def plain():
+        with torch.no_grad():
+            for sequence in sequences:
+                model(input_ids=torch.tensor([sequence]), use_cache=False)
+
+    def timed(work):
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    plain()
+    plain_time = min(timed(plain) for _ in range(3))
+    traced = min(timed(lambda i=i: record_hf(model, sequences, tmp_path / f"t{i}", weights=False)) for i in range(3))
+    assert traced < 2 * plain_time, (traced, plain_time)
+
+
+def on_megatron(checkpoint, folder, layout, ordered):
+    from tiny_megatron import Setup, on_ranks
+
+    from tio_megatron.checkpoint import Checkpoint
+
+    def work(model, setup):
+        from tio_megatron.verify.recorders.megatron import record_megatron
+
+        with Checkpoint(setup.path) as held:
+            record_megatron(model.eval(), held.config, SEQUENCES, folder, keep=["all"], full_vocab=True)
+
+    on_ranks(Setup(checkpoint, layout, ordered=ordered, padding=float("nan") if ordered else 0.0), work)
+
+
+@pytest.mark.parametrize("kind", ["moe", pytest.param("dense", marks=pytest.mark.full)])
+def test_megatron_in_layouts(kind, checkpoints, tmp_path):
+    """Unsharded digests: under the contract TP 1 and TP 2 with SP (and EP) agree at every point; stock's first difference is the order at o_proj."""
+    import megatron.core.models.gpt  # noqa: F401  (imported before ranks are forked from here)
+
+    cut = Layout(tp=2, sp=True, **({"ep": 2, "etp": 1} if kind == "moe" else {}))
+    for name, layout, ordered in (("one", Layout(), True), ("two", cut, True), ("stock", Layout(), False), ("stock two", Layout(tp=2, sp=True), False)):
+        on_megatron(checkpoints[kind], tmp_path / name, layout, ordered)
+    one = open_trace(tmp_path / "one")
+    assert len(one.names) == 39 and all((one.columns(name) > 0).all() for name in one.names if not name.startswith("logprob"))
+    found = compared(tmp_path / "one", tmp_path / "two")
+    assert found.kind == "equal" and found.compared == len(one.names), found
+
+    found = compared(tmp_path / "stock", tmp_path / "stock two")
+    assert (found.kind, found.point) == ("order", "layers.0.o_proj"), found
+    assert found.details["details_b"]["pieces"] == 2 and "bf16" in found.details["details_b"]["partials"], found
+
+    record_hf(load_hf(checkpoints[kind]), SEQUENCES, tmp_path / "hf", keep=["all"], full_vocab=True)
+    found = compared(tmp_path / "stock", tmp_path / "hf")
+    assert (found.kind, found.cause, found.point) == ("framework", "norm-cast", "layers.0.attn_norm"), found
+
+
+@pytest.mark.full
+def test_vllm_against_megatron_and_stock(checkpoints, tmp_path):
+    """Engines of their own processes, as the command starts them: under the contract vLLM and Megatron agree at every common point, logits included."""
+    tokens = tmp_path / "tokens.jsonl"
+    tokens.write_text("".join(json.dumps({"tokens": sequence}) + "\n" for sequence in SEQUENCES))
+    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    for name, engine in (("vllm", ["vllm"]), ("megatron", ["megatron"]), ("stock", ["vllm", "--stock"])):
+        command = ["record", str(checkpoints["moe"]), str(tmp_path / name), "--tokens", str(tokens), "--keep", "all", "--engine", *engine, "--full-vocab"]
+        done = subprocess.run([sys.executable, "-m", "tio_megatron", *command], capture_output=True, text=True, timeout=300, env=os.environ | quiet)
+        assert done.returncode == 0, done.stderr
+    found = compared(tmp_path / "megatron", tmp_path / "vllm")
+    assert found.kind == "equal" and found.compared > 30, found
+    found = compared(tmp_path / "vllm", tmp_path / "stock")
+    assert (found.kind, found.cause, found.point) == ("framework", "norm-cast", "layers.0.attn_norm"), found
+
+
+def test_the_command_records_and_says_what_is_wrong(checkpoints, tmp_path):
+    def tio(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return done.exit_code, (done.stdout or done.stderr).strip()
+
+    tokens = tmp_path / "tokens.jsonl"
+    tokens.write_text("".join(json.dumps({"tokens": sequence}) + "\n" for sequence in SEQUENCES))
+    for name in ("a", "b"):
+        status, said = tio("record", checkpoints["moe"], tmp_path / name, "--tokens", tokens, "--keep", "attn", "--json")
+        assert status == 0 and json.loads(said.splitlines()[-1])["tokens"] == 48, said
+    assert open_trace(tmp_path / "a").kept == {"layers.0.attn", "layers.1.attn"}
+    status, said = tio("diagnose", tmp_path / "a", tmp_path / "b")
+    assert status == 0 and said == "equal: 47 points"
+    for arguments, says in (
+        ((checkpoints["moe"], tmp_path / "a", "--tokens", tokens), "there is a trace already"),
+        ((tmp_path / "nothing", tmp_path / "c", "--tokens", tokens), "no such folder"),
+        ((checkpoints["moe"], tmp_path / "c", "--tokens", tmp_path / "none.jsonl"), "no such file"),
+        ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--dtype", "fp7"), "bfloat16, float16 or float32"),
+        ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--engine", "megatron", "--tp", 2), "need 2 ranks, there are 1: torchrun"),
+        ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--engine", "vllm", "--temperature", 0.5), "without a temperature"),
+    ):
+        status, said = tio("record", *arguments)
+        assert status == 2 and says in said.replace("\n", " "), (arguments, said)

@@ -1,0 +1,77 @@
+"""``tio record MODEL TRACE``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tio_megatron.commands.answer import JSON, tell
+
+EPILOG = "Example: tio record Qwen3-30B-A3B hf.trace --engine hf --tokens rollout.jsonl --keep all"
+
+
+class Engine(StrEnum):
+    """Who runs the model."""
+
+    hf = "hf"
+    megatron = "megatron"
+    vllm = "vllm"
+
+
+def record(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Folder to make.")],
+    tokens: Annotated[Path, typer.Option(help='JSON lines with token ids: {"tokens": [...]}, a list, or a recording that tio logdiff reads.')],
+    engine: Annotated[Engine, typer.Option(help="Who runs the model.")] = Engine.hf,
+    dtype: Annotated[str, typer.Option(help="Type of the weights: bfloat16, float32; the checkpoint's by default.")] = "",
+    temperature: Annotated[float, typer.Option(min=1e-3, help="Divides the logits.")] = 1.0,
+    full_vocab: Annotated[bool, typer.Option("--full-vocab", help="Record the whole row of log-probabilities of every token too.")] = False,
+    keep: Annotated[list[str] | None, typer.Option(help="Keep the tensors of this point or parameter (again for more; 'all').")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in one pass (hf).")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (megatron).")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks (megatron).")] = 1,
+    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism (megatron).")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="The engine as it is, without the contract (megatron, vllm).")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Sequences to take from the file.")] = 16,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Run a model over given tokens with the tracer on, for tio diagnose.
+
+    A trace holds a digest of every point of every layer for every token, and with --keep the tensors, which the diagnosis needs to say why. Megatron on
+    several ranks: torchrun --nproc-per-node 2 -m tio_megatron record MODEL TRACE --engine megatron --tp 2 --sp --tokens FILE.
+    Exit status: 0 recorded, 2 could not.
+    """
+
+    def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        from tio_megatron.verify.readers import read_tokens
+
+        sequences = read_tokens(tokens)[:limit]
+        if (trace / "trace.json").exists():
+            raise ValueError(f"{trace}: there is a trace already; remove it or name another folder")
+        if not model.is_dir():
+            raise ValueError(f"{model}: no such folder; MODEL is the folder of a Hugging Face checkpoint")
+        options: dict[str, Any] = {"temperature": temperature, "full_vocab": full_vocab, "keep": keep or False}
+        if engine is Engine.hf:
+            from tio_megatron.verify.recorders.hf import load_hf, record_hf
+
+            record_hf(load_hf(model, dtype), sequences, trace, batch=batch, **options)
+        elif engine is Engine.megatron:
+            from tio_megatron.verify.recorders.megatron_run import run_megatron
+
+            run_megatron(model, sequences, trace, tp=tp, ep=ep, sp=sp, stock=stock, **options)
+        else:
+            from tio_megatron.verify.recorders.vllm import run_vllm
+
+            run_vllm(model, sequences, trace, dtype=dtype, stock=stock, **options)
+        count = sum(map(len, sequences))
+        said = f"recorded: {count} tokens of {len(sequences)} sequences, {trace}"
+        first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks one speaks
+        return 0, {"tokens": count, "sequences": len(sequences), "trace": str(trace)}, lambda console: console.print(said, soft_wrap=True) if first else None
+
+    tell("record", as_json, work)

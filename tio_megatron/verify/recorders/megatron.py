@@ -1,0 +1,285 @@
+"""Recording a megatron-core model in a layout, stock or under the contract, with hooks: every rank writes its part, rank 0 puts them together.
+
+Tensor, sequence and expert parallelism; one pipeline stage, no context parallelism. Points inside experts are not recorded: stock weights the rows
+there already, so they are another thing than other engines'.
+
+Legend: s tokens of a pass (padded), n of them on this rank, H hidden, D head size, G key/value groups of this rank, r queries per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head
+from tio_megatron.verify.traces.merge import merge_parts
+from tio_megatron.verify.traces.tracer import Tracer
+from tio_megatron.verify.traces.writer import TraceWriter
+
+
+@torch.no_grad()
+def record_megatron(
+    model: Any,
+    config: Any,
+    sequences: Sequence[Sequence[int]],
+    folder: Path | str,
+    *,
+    temperature: float = 1.0,
+    full_vocab: bool = False,
+    keep: Sequence[str] | bool = False,
+    weights: bool = True,
+) -> None:
+    """Run ``model`` over ``sequences``, one in a pass, and write a trace; every rank calls it with the same arguments.
+
+    Args:
+        model: a ``GPTModel``, possibly wrapped, with its weights; built under the contract or stock. Its mode is left as it is.
+        config: the :class:`tio_megatron.checkpoint.CheckpointConfig` of its checkpoint.
+        sequences: token ids.
+        folder: of the trace, seen by all ranks; the ranks' parts lie below it until rank 0 has joined them.
+        temperature: divides the logits.
+        full_vocab: record the whole row of log-probabilities too.
+        keep: names of points and parameters whose tensors are kept ("all" for everything).
+        weights: record digests of all parameters.
+
+    Raises:
+        ValueError: pipeline or context parallelism, or more tensor-parallel ranks than key/value groups.
+    """
+    from tio_megatron.integrations.megatron.pieces import Place, unwrap
+    from tio_megatron.integrations.megatron.weights import export_weights
+
+    inner: Any = unwrap(model)
+    place, folder = Place.current(), Path(folder)
+    groups = inner.pg_collection
+    if groups.pp.size() > 1 or groups.cp.size() > 1:
+        raise ValueError("record: pipeline stages and context parallelism are not recorded; run the model with pp = cp = 1")
+    sizes = config.shape
+    if sizes.kv_heads % place.tp:
+        raise ValueError(f"record: {place.tp} tensor-parallel ranks for {sizes.kv_heads} key/value groups; use at most as many ranks as groups")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    shape = {
+        "layers": sizes.layers,
+        "moe": [bool(sizes.experts)] * sizes.layers,
+        "tied": sizes.tied,
+        "hidden": sizes.hidden,
+        "head_dim": sizes.head_dim,
+        "experts": sizes.experts or None,
+        "top_k": sizes.top_k or None,
+    }
+    layout = {"tp": place.tp, "ep": place.ep, "etp": place.etp, "sp": bool(inner.config.sequence_parallel)}
+    setting = getattr(inner, "tio_setting", None)
+    facts = {
+        "temperature": temperature,
+        "training": bool(inner.training),
+        "norm_eps": config.rms_eps,
+        "rope_theta": config.rope_theta,
+        "dtype": config.dtype,
+        "layout": layout,
+        "contract": setting is not None,
+        "vocab_rows": int(inner.vocab_size),
+        "versions": {"torch": torch.__version__},
+    }
+    records = rank < place.tp  # the first data-parallel copy
+    part = folder / f"rank-{rank}"
+    with TraceWriter(part, sequences, engine="megatron", shape=shape, facts=facts, keep=keeper(keep), rank=rank) as writer:
+        if weights:
+            for name, tensor in export_weights(inner, config):
+                if tensor is not None:
+                    writer.weight(name, tensor)
+        tracer = Tracer(writer)
+        tracer.suspended = not records
+        stage = _Stage(tracer, place.tp, place.tp_rank, bool(inner.config.sequence_parallel), sizes)
+        with _hooks(inner, stage):
+            for index, sequence in enumerate(sequences):
+                length = -(-len(sequence) // place.tp) * place.tp if stage.sliced else len(sequence)
+                with tracer.rows([(index, 0, len(sequence)), length - len(sequence)]):
+                    (_ordered if setting is not None else _stock)(model, inner, stage, list(sequence), length, temperature, full_vocab)
+    if dist.is_initialized():
+        dist.barrier()
+    if rank == 0:
+        merge_parts([folder / f"rank-{i}" for i in range(place.tp)], folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class _Stage:
+    """What the hooks need to know: this rank's columns and its slice of the tokens."""
+
+    def __init__(self, tracer: Tracer, tp: int, rank: int, sliced: bool, sizes: Any) -> None:
+        self.tracer, self.tp, self.rank, self.sliced, self.sizes = tracer, tp, rank, sliced and tp > 1, sizes
+        self.full_vocab: torch.Tensor | None = None
+
+    @property
+    def on(self) -> bool:
+        return self.tracer.places is not None
+
+    def replicated(self, name: str, value: torch.Tensor) -> None:
+        """A tensor [n, 1, ...] that every rank holds, or holds its slice of under sequence parallelism."""
+        if not self.on:
+            return
+        at = self.tracer.places
+        assert at is not None
+        if self.sliced:
+            at = at.chunk(self.tp)[self.rank]
+        elif self.rank:
+            return
+        value = value.reshape(len(at), -1)
+        self.tracer.writer.put(name, value, at)
+
+    def columns(self, name: str, value: torch.Tensor, width: int | None = None) -> None:
+        """A tensor [s, ...] of which this rank has its columns; ``width`` of the whole, where the last rank's columns are padded."""
+        if not self.on:
+            return
+        at = self.tracer.places
+        assert at is not None
+        value = value.reshape(len(at), -1)
+        whole = width if width is not None else value.shape[1] * self.tp
+        start = self.rank * value.shape[1]
+        value = value[:, : max(0, whole - start)]
+        if value.shape[1]:
+            self.tracer.writer.put(name, value, at, columns=start, width=[whole])
+
+
+def _ordered(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: int, temperature: float, full_vocab: bool) -> None:
+    from tio_megatron.integrations.megatron.scoring import token_logprobs
+
+    rows = [list(range(len(tokens)))] if full_vocab else None
+    training = inner.training
+    scores = token_logprobs(model, [tokens], temperature=temperature, rows=rows)
+    inner.train(training)
+    if scores is None or not stage.on or stage.rank:
+        return
+    at = stage.tracer.places
+    assert at is not None
+    real = at[: len(tokens)]
+    if full_vocab:
+        stage.tracer.writer.put("logprob_rows", scores.rows[0], real)
+    stage.tracer.writer.put("logprob", torch.cat([scores.logprobs[0], torch.zeros(1)]), real)
+
+
+def _stock(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: int, temperature: float, full_vocab: bool) -> None:
+    ids = torch.tensor([tokens + [0] * (length - len(tokens))])
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    out = model(ids, torch.arange(length)[None], hidden)  # [1, s, V / tp], or V where the output is gathered
+    parts = [torch.empty_like(out) for _ in range(stage.tp)]
+    if stage.tp > 1 and out.shape[-1] < inner.vocab_size:
+        dist.all_gather(parts, out.contiguous(), group=inner.pg_collection.tp)
+    else:
+        parts = [out]
+    if not stage.on or stage.rank:
+        return
+    at = stage.tracer.places
+    assert at is not None
+    whole = torch.cat(parts, -1)[0, :, : stage.sizes.vocab]
+    targets = torch.tensor([*tokens[1:], -1] + [-1] * (length - len(tokens)))
+    suspended, stage.tracer.writer = stage.tracer.writer, _Without(stage.tracer.writer, "logits")  # type: ignore[assignment]
+    try:
+        record_head(stage.tracer, whole, targets, temperature=temperature, full_vocab=full_vocab)
+    finally:
+        stage.tracer.writer = suspended
+
+
+class _Without:
+    """A writer that leaves one point out: the hooks have recorded it by columns."""
+
+    def __init__(self, writer: TraceWriter, name: str) -> None:
+        self._writer, self._name = writer, name
+
+    def put(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name != self._name:
+            self._writer.put(name, *args, **kwargs)
+
+
+@contextmanager
+def _hooks(inner: Any, stage: _Stage) -> Iterator[None]:
+    with ExitStack() as stack:
+
+        def after(module: Any, work: Any) -> None:
+            stack.callback(module.register_forward_hook(lambda _m, _a, out: work(out)).remove)
+
+        def before(module: Any, work: Any) -> None:
+            stack.callback(module.register_forward_pre_hook(lambda _m, args, kwargs: work(args, kwargs), with_kwargs=True).remove)
+
+        def replicated(name: str) -> Callable[[Any], None]:
+            return lambda out: stage.replicated(name, out[0] if isinstance(out, tuple) else out)
+
+        after(inner.embedding, replicated("embed"))
+        for layer in inner.decoder.layers:
+            here = f"layers.{layer.layer_number - 1}."
+            attention = layer.self_attention
+            after(layer.input_layernorm, replicated(f"{here}attn_norm"))
+            after(attention.linear_qkv, lambda out, here=here: _qkv(stage, here, out[0]))
+            for name in ("q", "k"):
+                norm = getattr(attention, f"{name}_layernorm", None)
+                if norm is not None:
+                    after(norm, lambda out, name=name, here=here: stage.columns(f"{here}{name}_norm", out))
+            before(attention.core_attention, lambda args, kwargs, here=here: _turned(stage, here, args))
+            after(attention.core_attention, lambda out, here=here: stage.columns(f"{here}attn", out))
+            after(attention.linear_proj, replicated(f"{here}o_proj"))
+            before(layer.pre_mlp_layernorm, lambda args, kwargs, here=here: stage.replicated(f"{here}attn_residual", args[0]))
+            after(layer.pre_mlp_layernorm, replicated(f"{here}mlp_norm"))
+            if hasattr(layer.mlp, "router"):
+                _router(stack, stage, layer.mlp.router, here)
+            else:
+                after(layer.mlp.linear_fc1, lambda out, here=here: _gate_up(stage, here, out[0]))
+                before(layer.mlp.linear_fc2, lambda args, kwargs, here=here: stage.columns(f"{here}act", args[0]))
+            after(layer.mlp, replicated(f"{here}mlp_out"))
+            after(layer, replicated(f"{here}mlp_residual"))
+        after(inner.decoder.final_layernorm, replicated("final_norm"))
+        after(inner.output_layer, lambda out: stage.columns("logits", out[0] if isinstance(out, tuple) else out, stage.sizes.vocab))
+        yield
+
+
+def _qkv(stage: _Stage, here: str, out: torch.Tensor) -> None:
+    """Megatron interleaves by group: ``[r queries, key, value]``, group after group."""
+    if not stage.on:
+        return
+    sizes = stage.sizes
+    per = sizes.heads // sizes.kv_heads
+    split = out.reshape(out.shape[0], sizes.kv_heads // stage.tp, per + 2, sizes.head_dim)
+    for name, part in (("q", split[:, :, :per]), ("k", split[:, :, per]), ("v", split[:, :, per + 1])):
+        stage.columns(f"{here}{name}_proj", part.reshape(len(out), -1))
+
+
+def _turned(stage: _Stage, here: str, args: tuple[Any, ...]) -> None:
+    for name, value in zip("qk", args[:2], strict=True):
+        stage.columns(f"{here}{name}_rope", value)
+
+
+def _gate_up(stage: _Stage, here: str, out: torch.Tensor) -> None:
+    for name, half in zip(("gate", "up"), out.chunk(2, -1), strict=True):
+        stage.columns(f"{here}{name}_proj", half)
+
+
+def _router(stack: ExitStack, stage: _Stage, router: Any, here: str) -> None:
+    """Logits come from a method, so it is wrapped on the instance; the choice from the module's output, stock's (a dense map) or ours (compact)."""
+    original = router.gating
+
+    def gating(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = original(hidden)
+        stage.replicated(f"{here}router_logits", logits)
+        return logits
+
+    router.gating = gating
+    stack.callback(delattr, router, "gating")
+
+    def chosen(_module: Any, _args: Any, out: Any) -> None:
+        if not stage.on:
+            return
+        probs, chosen = out
+        if chosen.dtype == torch.bool:
+            k = stage.sizes.top_k
+            if bool((chosen.sum(-1) != k).any()):
+                return
+            ids = chosen.nonzero()[:, 1].view(-1, k)
+            probs = probs.gather(1, ids)
+        else:
+            ids, probs = in_id_order(chosen, probs)
+        stage.replicated(f"{here}expert_ids", ids)
+        stage.replicated(f"{here}expert_probs", probs)
+
+    stack.callback(router.register_forward_hook(chosen).remove)
