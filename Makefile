@@ -62,7 +62,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-vllm-ascend remake-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -92,12 +92,15 @@ test-full: setup  ## all tests, the slow ones too
 test-triton: setup  ## the Triton kernels alone: interpreted, and compiled for sm_90 beside tests/golden/triton_sm90.txt (no GPU)
 	@$(BIN)/python -m pytest tests/kernels/test_triton.py $(ARGS)
 
-test-ascend: $(ASCEND_DONE)  ## every call of an NPU operator against torch_npu's wheel, without an NPU, in an environment of its own (.venv-ascend)
+test-ascend: $(ASCEND_DONE)  ## NPU calls against torch_npu's wheel, and our kernels through triton-ascend, without an NPU, in an environment of their own (.venv-ascend)
 	@$(IN_ASCEND) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_ASCEND) python -m tio_megatron.kernels.build
 	$(IN_ASCEND) python -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning tests/npu $(ARGS)
 
 remake-ascend: $(ASCEND_DONE)
 	@$(IN_ASCEND) python -m tests.npu.snapshot
+
+lower-ascend: $(ASCEND_DONE)
+	@$(IN_ASCEND) python -m tests.npu.lower --write
 
 test-mindspeed: setup  ## the tests under MindSpeed against its real sources: MINDSPEED=DIR, a checkout of branch core_r0.16.0
 	@$(HELPERS)

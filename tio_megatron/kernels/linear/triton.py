@@ -28,7 +28,8 @@ from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
 ORDER = FAMILIES["triton-sm90"].order
 ROWS, COLUMNS, TERMS = int(ORDER["rows"]), int(ORDER["columns"]), int(ORDER["k_block"])
 NODE = 8
-"""Leaves that one program joins in registers."""
+"""Leaves that one program joins in registers. On an NPU each leaf is a program of its own, since its compiler cannot move a waiting tile inside the
+cube's buffers; ``tree_add`` joins them then, by the same tree."""
 OPTIONS = {**TWO_ROUNDINGS, "num_warps": 8, "num_stages": 3}
 
 
@@ -151,7 +152,7 @@ def product(a: Tensor, weights: Sequence[Tensor], offsets: Tensor | None, leaves
     (rows, k), n = a.shape, first.shape[0]
     if not (rows and n and k):
         return a.new_zeros(rows, n, dtype=out_dtype)
-    held = min(NODE, triton.next_power_of_2(leaves))
+    held = min(1 if a.device.type == "npu" else NODE, triton.next_power_of_2(leaves))
     nodes = triton.cdiv(leaves, held)
     y = a.new_empty(nodes, rows, n, dtype=torch.float32 if nodes > 1 else out_dtype)
     tiles = triton.cdiv(rows, ROWS) + (len(weights) if offsets is not None else 0)
