@@ -18,6 +18,7 @@ ROWS = [
     ("moe tied fp32", "tp2+ep1+etp1", dict(order="interleaved")),
     ("moe tied fp32", "pp2+dp2+ep2", dict(distributed_optimizer=True, overlap=True)),
     ("dense tied", "pp2+tp2", dict(micro_batch=2)),
+    ("dense tied", "dp2", dict(overlap=True)),  # a tied embedding in one stage: stock adds to its main_grad, whatever it is told
     ("dense fp32", "tp2+nosp", dict(micro_batch=8)),
     pytest.param("dense fp32", "tp4", dict(packed=True, micro_batch=4), marks=FULL),
     pytest.param("dense tied", "cp2+dp2", dict(order="by length", distributed_optimizer=True), marks=FULL),

@@ -143,10 +143,14 @@ def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         stock = original(self, param)
 
         def checked(*unused: Any) -> None:
-            # Our layers return no gradient, or zeros where DDP insists on one.
-            if hasattr(param, "tio_sum") and param.grad is not None and (not self.ddp_config.overlap_grad_reduce or bool(param.grad.any())):
-                # Raising here would leave the other ranks waiting: it is noted, and all ranks raise when the gradients are finalized.
-                param.tio_sum.foreign = param.grad_added_to_main_grad = True
+            if hasattr(param, "tio_sum"):
+                # Our layers return no gradient, or zeros where DDP insists on one.
+                if param.grad is not None and (not self.ddp_config.overlap_grad_reduce or bool(param.grad.any())):
+                    # Raising here would leave the other ranks waiting: it is noted, and all ranks raise when the gradients are finalized.
+                    param.tio_sum.foreign = True
+                # Stock would add it to main_grad, whose memory holds integers, and not its own alone: even +0 changes bits of those. Of a tied
+                # embedding that has everything in one stage it does so whatever the first flag says.
+                param.grad_added_to_main_grad, param.zero_out_wgrad = True, False
             stock(*unused)
 
         return checked
