@@ -1,4 +1,4 @@
-"""What to change, for every cause a diagnosis can name; ``docs/divergence.md`` has a section for each."""
+"""What to change, for every cause a diagnosis names; ``docs/divergence.md`` has a section for each (``visible`` becomes ``mask`` or ``packing``)."""
 
 from __future__ import annotations
 
@@ -64,10 +64,17 @@ CURES: dict[str, str] = {
         "What this layer computes does not follow from its own parameters: a packed or cached copy of the weights was not refreshed after they "
         "changed. Refresh packed copies at every weight sync."
     ),
+    "weights-missing": "The checkpoint's name for it was not found on load, so it kept its initial values. Load strictly, and compare names.",
+    "weights-stale": "One side has an older version. Push the weights again, and compare digests of every parameter after each sync.",
+    "weights-transposed": "One side stores it the other way round. Transpose it when it is converted.",
+    "weights-dtype": "One side rounded it on load. Load with the checkpoint's type on both sides.",
+    "weights-moved": "A name was mapped to another tensor when the checkpoint was converted. Correct the mapping.",
+    "weights-rows": "Rows are in another order (fused or interleaved projections). Correct the conversion of this parameter.",
+    "weights-scaled": "One side scales it. Apply the scale on both sides or on neither.",
+    "weights-shape": "The sides have another shape for it: a shard or padding was taken for the whole. Record unsharded parameters, or correct the conversion.",
     "tie": "Two experts have the same score and the sides choose differently. Compute router logits in fp32 and let the lower id win on both sides.",
     "drift": "The choice follows logits that had drifted before. Cure the first difference.",
     "router-choice": "One side does not take the largest logits (a bias, groups of experts, noise). Use the same selection rule on both.",
     "no-token-rank": "A rank without tokens leaves out its collective or its graph and the others wait. Let every rank take part with an empty message.",
     "hang": "The ranks stopped at different points: some wait in a collective that others never enter. Compare what each rank does between the points named.",
-    "": "",
 }

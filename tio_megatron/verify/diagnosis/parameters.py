@@ -7,19 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.traces.reader import Trace
-
-CURES = {
-    "weights-missing": "The checkpoint's name for it was not found on load, so it kept its initial values. Load strictly, and compare names.",
-    "weights-stale": "One side has an older version. Push the weights again, and compare digests of every parameter after each sync.",
-    "weights-transposed": "One side stores it the other way round. Transpose it when it is converted.",
-    "weights-dtype": "One side rounded it on load. Load with the checkpoint's type on both sides.",
-    "weights-moved": "A name was mapped to another tensor when the checkpoint was converted. Correct the mapping.",
-    "weights-rows": "Rows are in another order (fused or interleaved projections). Correct the conversion of this parameter.",
-    "weights-scaled": "One side scales it. Apply the scale on both sides or on neither.",
-    "weights-shape": "The sides have another shape for it: a shard or padding was taken for the whole. Record unsharded parameters, or correct the conversion.",
-}
 
 
 def differing(a: Trace, b: Trace, names: list[str]) -> list[str]:
