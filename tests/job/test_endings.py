@@ -197,10 +197,11 @@ def test_ctrl_c_before_the_ranks_are_up(place):
 @pytest.mark.full
 def test_ranks_end_with_a_starter_that_was_killed(place):
     process = place.start("bash", JOB, *TWO_RANKS)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (place.folder / "cache").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
+    deadline = time.monotonic() + 60
     while place.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not place.processes()
