@@ -140,3 +140,15 @@ def test_embedding():
     w, ids = bf16(10, 8), torch.tensor([[3, 12], [19, 10]])
     w[2, 1], w[2, 2] = -0.0, float("nan")
     same(embedding.embedding(ids, w, 10), embedding_reference.embedding(ids, w, 10), "embedding")
+    ids, dout = torch.randint(8, 22, (3, 9)), bf16(3, 9, 8)
+    same(embedding.embedding_backward(dout, ids, 10, 10), embedding_reference.embedding_backward(dout, ids, 10, 10), "embedding_backward")
+
+
+def test_balance():
+    logits, samples = torch.randn(11, 12) * 2, torch.randint(-1, 3, (11,))
+    logits[2, 3] = float("nan")
+    ids = router.route(logits, 4, True)[0]
+    ids[samples < 0] = -1
+    same(router.balance_sums(logits, ids, samples, 3), router_reference.balance_sums(logits, ids, samples, 3), "balance_sums")
+    weights = torch.randn(3, 12)
+    same(router.balance_backward(logits, weights, samples), router_reference.balance_backward(logits, weights, samples), "balance_backward")

@@ -76,7 +76,7 @@ def compile_launch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
     ptx = made.asm["ptx"]
     registers, spilt = _resources(made.asm["cubin"])
     instructions = tuple(sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+?)\.f32\.bf16", ptx))))
-    loose = len(re.findall(r"\b(?:add|sub|mul)(?:\.ftz)?\.f32", ptx))
+    loose = len(re.findall(r"\b(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)", ptx))
     fused, atomics = len(re.findall(r"\bfma\.rn\.f32", ptx)), len(re.findall(r"\b(?:atom|red)\.", ptx))
     return Compiled(fn.__name__, registers, spilt, made.metadata.shared, made.metadata.num_warps, instructions, fused, loose, atomics, ptx)
 
@@ -107,16 +107,20 @@ def compiling() -> Iterator[list[Compiled]]:
 
 def launches() -> dict[str, Callable[[], object]]:
     """What is compiled: an operator (and what of it) and a launch with tensors of Qwen3-30B-A3B's widths, whose values are never looked at."""
+    from tio_megatron.kernels.adam import triton as adam
     from tio_megatron.kernels.attention import triton as attention
     from tio_megatron.kernels.attention import triton_backward
     from tio_megatron.kernels.combine import triton as combine
+    from tio_megatron.kernels.embedding import triton as embedding
     from tio_megatron.kernels.grouped import triton as grouped
+    from tio_megatron.kernels.integer_sum import triton as integer_sum
     from tio_megatron.kernels.linear import triton as linear
     from tio_megatron.kernels.logprob import triton as logprob
     from tio_megatron.kernels.math import triton as math
     from tio_megatron.kernels.norm import triton as norm
     from tio_megatron.kernels.rope import triton as rope
     from tio_megatron.kernels.router import triton as router
+    from tio_megatron.kernels.squares import triton as squares
     from tio_megatron.kernels.swiglu import triton as swiglu
 
     tokens, hidden, heads, groups, size, experts, ffn, vocab = 256, 2048, 32, 4, 128, 128, 768, 151936
@@ -134,6 +138,7 @@ def launches() -> dict[str, Callable[[], object]]:
     offsets, ids = torch.tensor([0, 64, 128, 192, 256]), torch.zeros(tokens, 8, dtype=torch.int64)
     logits, score, row = fp32(tokens, experts), fp32(tokens, 8), fp32(tokens)
     words, order = fp32(4, vocab), VocabOrder(vocab)
+    low, high, peak = torch.zeros(hidden, 2 * ffn, dtype=torch.int64), torch.zeros(hidden, 2 * ffn, dtype=torch.int64), fp32(1)
     shard = (vocab, order.runs, order.block, 0, order.padded)
     return {
         "matmul, 1 leaf": lambda: linear.matmul(x, bf16(5120, hidden), 1, False, BF16),
@@ -162,6 +167,14 @@ def launches() -> dict[str, Callable[[], object]]:
         "vocab_sumexp": lambda: logprob.vocab_sumexp(words, row, *shard, False),
         "logprob_backward": lambda: logprob.logprob_backward(row, words, row, row, ids[:, 0], vocab),
         "gather_logprob": lambda: logprob.gather_logprob(row, row, row),
+        "balance_backward": lambda: router.balance_backward(logits, fp32(2, experts), ids[:, 0]),
+        "embedding_backward": lambda: embedding.embedding_backward(x, ids[:, 0], 1024, 0),
+        "add_products": lambda: integer_sum.add_products([low], [high], [peak], [-40], [40], x, gate_up, offsets, offsets[:2], None),
+        "add_rows": lambda: integer_sum.add_rows(low, high, peak, -40, 40, gate_up, ids[:, 0]),
+        "add_norm_terms": lambda: integer_sum.add_norm_terms(low[0], high[0], peak, -40, 40, gate_up, gate_up, 1e-6),
+        "sum_value": lambda: integer_sum.sum_value(low, high, -40, 40, fp32(*low.shape)),
+        "adam": lambda: adam.adam_(row, row, row, row, bf16(tokens), [0.5] * 8, True),
+        "add_squares_": lambda: squares.add_squares_(torch.zeros(20, dtype=torch.int64), row),
         "exp": lambda: math.KERNELS["exp"](row),
         "log": lambda: math.KERNELS["log"](row),
         "tree_add": lambda: math.tree_add(fp32(8, tokens, hidden)),

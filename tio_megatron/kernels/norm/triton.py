@@ -45,6 +45,12 @@ def _inverse(x, row, count, h, size, eps, CHAIN: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
+def _inverses(x, out, count, h, size, eps, CHAIN: tl.constexpr, ROWS: tl.constexpr, CHAINS: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(out + row, _inverse(x, row, count, h, size, eps, CHAIN, ROWS, CHAINS, LEVELS), mask=row < count)
+
+
+@triton.jit
 def _sum(x, residual, total, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
@@ -108,6 +114,15 @@ def _shape(x: Tensor) -> tuple[int, int, float, tuple[int], dict[str, int]]:
     sizes = {"CHAIN": CHAIN, "ROWS": rows, "CHAINS": chains, "LEVELS": chains.bit_length() - 1}
     sizes["BLOCK"] = min(triton.next_power_of_2(h), 2048 // rows)
     return count, h, float(h), (triton.cdiv(count, rows),), sizes
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` of each row of contiguous ``x[..., H]``, flat, fp32."""
+    count, h, size, grid, sizes = _shape(x)
+    out = x.new_empty(count, dtype=torch.float32)
+    if count:
+        _inverses[grid](x, out, count, h, size, eps, **sizes, **TWO_ROUNDINGS)
+    return out
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:

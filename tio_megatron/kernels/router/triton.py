@@ -136,6 +136,39 @@ def _route_backward(
     tl.store(dlogits + row[:, None].to(tl.int64) * experts + e, out, mask=inside[:, None] & (e < experts))
 
 
+@triton.jit
+def _balance_backward(
+    logits,
+    weights,
+    samples,
+    dlogits,
+    tokens,
+    experts,
+    CHAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHAINS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < tokens
+    p, top, sum = _softmax(logits, row, tokens, experts, CHAIN, ROWS, CHAINS, LEVELS, EXPERTS)
+    sample = tl.load(samples + row, mask=inside, other=-1)
+    counts = sample >= 0
+    chain = tl.arange(0, CHAINS)
+    total = tl.zeros([ROWS, CHAINS], tl.float32)
+    for j in range(CHAIN):
+        column = (chain * CHAIN + j)[None, :]
+        here = counts[:, None] & (column < experts)
+        q = tl.div_rn(m.exp(tl.load(logits + row[:, None].to(tl.int64) * experts + column, mask=here, other=0.0) - top[:, None]), sum[:, None])
+        total = tl.where(column < experts, total + tl.load(weights + sample[:, None] * experts + column, mask=here, other=0.0) * q, total)
+    mean = m.tree_last(tl.where(chain[None, :] * CHAIN < experts, total, m.absent()), ROWS, CHAINS, LEVELS)
+    e = tl.arange(0, EXPERTS)[None, :]
+    here = counts[:, None] & (e < experts)
+    value = p * (tl.load(weights + sample[:, None] * experts + e, mask=here, other=0.0) - mean[:, None])
+    tl.store(dlogits + row[:, None].to(tl.int64) * experts + e, tl.where(counts[:, None], value, 0.0), mask=inside[:, None] & (e < experts))
+
+
 def _sizes(what: str, experts: int) -> dict[str, int]:
     require(experts <= MOST_EXPERTS, what, f"{experts} experts; this kernel family routes over at most {MOST_EXPERTS}")
     width = triton.next_power_of_2(max(experts, CHAIN))
@@ -172,4 +205,32 @@ def route_backward(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool)
     return dlogits
 
 
-KERNELS = {"router_scores": scores, "route": route, "route_backward": route_backward}
+def balance_sums(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Tensor:
+    """``tio::balance_sums``: whole numbers, so torch's own sums will do; ids and samples are trusted."""
+    experts, p = logits.shape[1], scores(logits)
+    undefined = p.isnan().any(1)
+    chosen = torch.zeros(len(logits), experts, dtype=torch.int64, device=logits.device)
+    counted = samples >= 0
+    chosen.scatter_add_(1, torch.where(counted[:, None], ids, 0), counted[:, None].long().expand_as(ids))
+    # float64 holds a probability times a power of two, and torch rounds half to even.
+    units = torch.where(undefined[:, None], 0.0, p.double() * 2.0**40).round().long()
+    rows = torch.cat([chosen, units, undefined[:, None].long()], 1) * counted[:, None]
+    return ids.new_zeros(count, 2 * experts + 1).index_add_(0, samples.clamp(min=0), rows) if count else ids.new_zeros(count, 2 * experts + 1)
+
+
+def balance_backward(logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+    """``tio::balance_backward``; samples are trusted."""
+    logits, weights, samples = logits.contiguous(), weights.contiguous(), samples.contiguous()
+    dlogits, sizes = torch.empty_like(logits), _sizes("balance_backward", logits.shape[1])
+    if len(logits):
+        _balance_backward[(triton.cdiv(len(logits), sizes["ROWS"]),)](logits, weights, samples, dlogits, *logits.shape, **sizes, **TWO_ROUNDINGS)
+    return dlogits
+
+
+KERNELS = {
+    "router_scores": scores,
+    "route": route,
+    "route_backward": route_backward,
+    "balance_sums": balance_sums,
+    "balance_backward": balance_backward,
+}
