@@ -12,6 +12,11 @@ TWO_ROUNDINGS = {"enable_fp_fusion": False}
 contract has one rounding, the kernel says ``tl.fma``."""
 
 
+def small(device: str) -> bool:
+    """Whether tiles must be small on this type of device: an NPU's compiler keeps no stack of tiles and little beside a row. Changes no byte."""
+    return device == "npu"
+
+
 def version() -> str:
     """The version of this package's kernels, and of the compiler: another one may choose another instruction."""
     return f"triton-{VERSION}+{importlib.metadata.version('triton')}"

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tio_megatron.contract.tree import next_power_of_two
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.operands import dense_last
 from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
@@ -103,7 +104,8 @@ def combine(rows: Tensor, index: Tensor, ids: Tensor, probs: Tensor | None, expe
     weights = index if probs is None else probs.contiguous()
     for node, start, size in zip(out, starts, sizes, strict=True):
         leaves = min(size, next_power_of_two(experts))
-        block = max(1, min(CELLS // leaves, triton.next_power_of_2(h)))
+        cells = leaves if triton_family.small(rows.device.type) else CELLS
+        block = max(1, min(cells // leaves, triton.next_power_of_2(h)))
         levels = leaves.bit_length() - 1
         meta = {"WEIGHTED": probs is not None, "LEAVES": leaves, "LEVELS": levels, "BLOCK": block}
         if node.numel():

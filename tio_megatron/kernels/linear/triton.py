@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tio_megatron.contract import FAMILIES
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.math.triton import tree_add
 from tio_megatron.kernels.operands import require
@@ -152,7 +153,7 @@ def product(a: Tensor, weights: Sequence[Tensor], offsets: Tensor | None, leaves
     (rows, k), n = a.shape, first.shape[0]
     if not (rows and n and k):
         return a.new_zeros(rows, n, dtype=out_dtype)
-    held = min(1 if a.device.type == "npu" else NODE, triton.next_power_of_2(leaves))
+    held = min(1 if triton_family.small(a.device.type) else NODE, triton.next_power_of_2(leaves))
     nodes = triton.cdiv(leaves, held)
     y = a.new_empty(nodes, rows, n, dtype=torch.float32 if nodes > 1 else out_dtype)
     tiles = triton.cdiv(rows, ROWS) + (len(weights) if offsets is not None else 0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.math.triton import tree_add
 from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
@@ -110,7 +111,7 @@ def _shape(x: Tensor) -> tuple[int, int, float, tuple[int], dict[str, int]]:
     h = x.shape[-1]
     count = x.numel() // h
     chains = triton.next_power_of_2(triton.cdiv(h, CHAIN))
-    rows = max(1, min(16, LANES // chains))
+    rows = 1 if triton_family.small(x.device.type) else max(1, min(16, LANES // chains))
     sizes = {"CHAIN": CHAIN, "ROWS": rows, "CHAINS": chains, "LEVELS": chains.bit_length() - 1}
     sizes["BLOCK"] = min(triton.next_power_of_2(h), 2048 // rows)
     return count, h, float(h), (triton.cdiv(count, rows),), sizes

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.operands import require
 from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
@@ -169,17 +170,24 @@ def _balance_backward(
     tl.store(dlogits + row[:, None].to(tl.int64) * experts + e, tl.where(counts[:, None], value, 0.0), mask=inside[:, None] & (e < experts))
 
 
-def _sizes(what: str, experts: int) -> dict[str, int]:
+def _sizes(what: str, logits: Tensor) -> dict[str, int]:
+    experts = logits.shape[1]
     require(experts <= MOST_EXPERTS, what, f"{experts} experts; this kernel family routes over at most {MOST_EXPERTS}")
     width = triton.next_power_of_2(max(experts, CHAIN))
     chains = width // CHAIN
-    return {"CHAIN": CHAIN, "ROWS": max(1, min(16, 1024 // width)), "CHAINS": chains, "LEVELS": chains.bit_length() - 1, "EXPERTS": width}
+    return {
+        "CHAIN": CHAIN,
+        "ROWS": max(1, min(16, (512 if triton_family.small(logits.device.type) else 1024) // width)),
+        "CHAINS": chains,
+        "LEVELS": chains.bit_length() - 1,
+        "EXPERTS": width,
+    }
 
 
 def scores(logits: Tensor) -> Tensor:
     """``tio::router_scores``."""
     logits = logits.contiguous()
-    p, sizes = torch.empty_like(logits), _sizes("router_scores", logits.shape[1])
+    p, sizes = torch.empty_like(logits), _sizes("router_scores", logits)
     if len(logits):
         _scores[(triton.cdiv(len(logits), sizes["ROWS"]),)](logits, p, *logits.shape, **sizes, **TWO_ROUNDINGS)
     return p
@@ -188,7 +196,7 @@ def scores(logits: Tensor) -> Tensor:
 def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """``tio::route``."""
     logits = logits.contiguous()
-    sizes = _sizes("route", logits.shape[1])
+    sizes = _sizes("route", logits)
     ids, probs = logits.new_empty(len(logits), top_k, dtype=torch.int64), logits.new_empty(len(logits), top_k)
     if len(logits):
         _route[(triton.cdiv(len(logits), sizes["ROWS"]),)](logits, ids, probs, *logits.shape, top_k, NORMALISE=normalise, **sizes, **TWO_ROUNDINGS)
@@ -198,7 +206,7 @@ def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
 def route_backward(dprobs: Tensor, logits: Tensor, ids: Tensor, normalise: bool) -> Tensor:
     """``tio::route_backward``; the ids are trusted (looking at them would wait for the device)."""
     dprobs, logits, ids = dprobs.contiguous(), logits.contiguous(), ids.contiguous()
-    dlogits, sizes = torch.empty_like(logits), _sizes("route_backward", logits.shape[1])
+    dlogits, sizes = torch.empty_like(logits), _sizes("route_backward", logits)
     grid = (triton.cdiv(len(logits), sizes["ROWS"]),)
     if len(logits):
         _route_backward[grid](dprobs, logits, ids, dlogits, *logits.shape, ids.shape[1], NORMALISE=normalise, **sizes, **TWO_ROUNDINGS)
@@ -221,7 +229,7 @@ def balance_sums(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Te
 def balance_backward(logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
     """``tio::balance_backward``; samples are trusted."""
     logits, weights, samples = logits.contiguous(), weights.contiguous(), samples.contiguous()
-    dlogits, sizes = torch.empty_like(logits), _sizes("balance_backward", logits.shape[1])
+    dlogits, sizes = torch.empty_like(logits), _sizes("balance_backward", logits)
     if len(logits):
         _balance_backward[(triton.cdiv(len(logits), sizes["ROWS"]),)](logits, weights, samples, dlogits, *logits.shape, **sizes, **TWO_ROUNDINGS)
     return dlogits
