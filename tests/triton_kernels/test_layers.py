@@ -73,6 +73,7 @@ def differentiated(rank: int) -> dict[str, torch.Tensor]:
     return {name: grad.held for name, grad in found.items()}
 
 
+@pytest.mark.full
 def test_gradients_of_cut_weights():
     """Both ranks' parts are the whole's: the products, norms, attention, routing and dispatch between them, forward and backward."""
     whole = run_ranks(1, differentiated)[0]
