@@ -74,7 +74,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     from tio_megatron.integrations.ascend.switches import SWITCHES
 
     contract = json.dumps(recipe.contract.to_dict() | {"vocab_size": MODEL.vocab}, sort_keys=True)
-    values = {"TIO_CONTRACT": contract, "VERL_USE_EXTERNAL_MODULES": "tio_megatron.auto"}
+    values = {"TIO_CONTRACT": contract, "VERL_USE_EXTERNAL_MODULES": "tio_megatron.auto", "VLLM_ASCEND_ENABLE_NZ": "0"}
     return values | {switch.name: switch.value for switch in SWITCHES}
 
 
