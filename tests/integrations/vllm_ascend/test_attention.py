@@ -6,13 +6,11 @@ kernels do is not shown here.
 
 import importlib
 import sys
-import types
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+import vllm_ascend_stand_in
 
 from tio_megatron.integrations.vllm.ascend.pages import joined, one_cache
 from tio_megatron.kernels.attention import attention
@@ -22,38 +20,11 @@ from tio_megatron.testing import assert_same_bytes
 PAGES, PAGE, GROUPS, HEADS, SIZE = 6, 128, 2, 4, 32
 
 
-@dataclass
-class Metadata:
-    num_actual_tokens: int
-    seq_lens_cpu: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-
-
-class Builder:
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        pass
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        batch = common_attn_metadata
-        return Metadata(batch.num_actual_tokens, batch.seq_lens_cpu, batch.slot_mapping[: batch.num_actual_tokens], batch.block_table_tensor)
-
-
-class Impl:
-    def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, sharing):
-        self.scale, self.attn_type, self.sliding_window, self.alibi_slopes = scale, attn_type, sliding_window, alibi_slopes
-        self.sinks, self.enable_c8_quant, self.enable_hamming_sparse, self.kv_sharing_target_layer_name = None, False, False, sharing
-
-
 @pytest.fixture
 def ours(monkeypatch):
     """The module under test, over stand-ins of the four classes of vllm-ascend that it names."""
-    stand_in: Any = types.ModuleType("vllm_ascend.attention.attention_v1")
-    stand_in.AscendAttentionBackend = type("AscendAttentionBackend", (), {})
-    stand_in.AscendAttentionBackendImpl, stand_in.AscendAttentionMetadataBuilder, stand_in.AscendMetadata = Impl, Builder, Metadata
-    for name in ("vllm_ascend", "vllm_ascend.attention"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    for name, module in vllm_ascend_stand_in.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     yield importlib.import_module("tio_megatron.integrations.vllm.ascend.attention")
     del sys.modules["tio_megatron.integrations.vllm.ascend.attention"]
 

@@ -55,8 +55,9 @@ def test_every_option_that_vllm_ascend_reads_is_accounted_for():
 
 
 def test_every_import_of_the_plug_in_is_there_or_accounted_for():
-    assert sources.imported() == sorted(SNAPSHOT["vllm_imports"]), "the plug-in imports other names of vLLM now; remake the snapshot"
-    assert {symbol for symbol, there in SNAPSHOT["vllm_imports"].items() if not there} == set(needs.ABSENT_IN_VLLM)
+    new = sorted(set(sources.imported()) - set(SNAPSHOT["vllm_imports"]))
+    assert not new, f"the plug-in imports names of vLLM that were not looked up in vLLM 0.23: {new}; remake the snapshot (this file's first lines say how)"
+    assert {symbol for symbol in sources.imported() if not SNAPSHOT["vllm_imports"][symbol]} == set(needs.ABSENT_IN_VLLM)
 
 
 def test_our_layers_are_those_that_the_seam_names():
@@ -78,4 +79,4 @@ def test_the_snapshot_is_that_of_the_sources_of_vllm_ascend():
 def test_the_snapshot_is_that_of_the_sources_of_vllm():
     root = Path(VLLM)
     assert {need.symbol: sources.facts(root, need) for need in needs.VLLM} == SNAPSHOT["vllm"]
-    assert {symbol: sources.present(root, symbol) for symbol in sources.imported()} == SNAPSHOT["vllm_imports"]
+    assert {symbol: sources.present(root, symbol) for symbol in SNAPSHOT["vllm_imports"]} == SNAPSHOT["vllm_imports"]

@@ -31,9 +31,7 @@ def _recomputation(config: Any) -> list[str]:
     entry = manager.manager().patches_info.get(f"{_BLOCK}._checkpointed_forward")
     if entry is None or entry.patch_func is None or not has_balance_loss(config):
         return []
-    return [
-        "recompute_method='block': MindSpeed's form loses padding_mask, which the auxiliary loss needs; 'uniform' or moe_aux_loss_coeff=0.0 works"
-    ]
+    return ["recompute_method='block': MindSpeed's form loses padding_mask, which the auxiliary loss needs; 'uniform' or moe_aux_loss_coeff=0.0 works"]
 
 
 def foreign_bases() -> list[str]:

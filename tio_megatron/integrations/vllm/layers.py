@@ -209,7 +209,8 @@ class TioVocabParallelEmbedding(Opaque, OneCopy, VocabParallelEmbedding):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is not UnquantizedEmbeddingMethod:
             raise ValueError(f"{self.prefix}: only unquantized embeddings are covered")
-        if self.num_added_embeddings or not self.reduce_results or self.parallel_group is not None:
+        # vLLM 0.23 has neither switch: it always reduces, over the tensor-parallel group.
+        if self.num_added_embeddings or not getattr(self, "reduce_results", True) or getattr(self, "parallel_group", None) is not None:
             raise ValueError(f"{self.prefix}: added rows, unreduced results and own groups are not covered")
         self.quant_method = SealVocabulary()
         self.first_row = self.shard_indices.org_vocab_start_index
