@@ -191,11 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Contract | None, what: str) -> list[Outcome]:
     found = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=len(cuts))
         for cut in cuts:
             progress.update(task, description=str(cut))
             found.append(run(recipe, cut, contract))
+            console.print(f"{found[-1].sha256}  {'' if what == 'rows' else what + ': '}{cut}", soft_wrap=True, highlight=False)
             progress.advance(task)
     return found
 
@@ -205,11 +206,13 @@ def _run_elastic(
 ) -> tuple[list[elastic.Resumed], list[elastic.Resumed]]:
     if not pairs:
         return [], []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("elastic", total=len(pairs) + len(elastic.LEFT_OUT))
 
         def told(what: str) -> None:
             progress.update(task, description=what)
+            if not console.is_terminal:
+                console.print(what, soft_wrap=True, highlight=False)
             progress.advance(task)
 
         return elastic.run(recipe, contract, folder, wanted, pairs, told)
@@ -222,7 +225,7 @@ def _show_elastic(console: Console, rows: Sequence[elastic.Resumed], control: Se
     for outcome in (*rows, *control):
         verdict = "same bytes" if outcome.equal else "other bytes"
         where = f"{outcome.resumed}{f', without {outcome.left_out}' if outcome.left_out else ''}"
-        table.add_row(str(outcome.written), where, str(outcome.seconds), verdict, outcome.sha256[:32])
+        table.add_row(str(outcome.written), where, str(outcome.seconds), verdict, outcome.sha256[:16])
     console.print(table)
 
 
@@ -235,7 +238,7 @@ def _show(console: Console, groups: Mapping[str, Sequence[Outcome]]) -> None:
     table = Table("layout", "loss", "norm", "seconds", "sha256 of weights, main parameters and moments")
     for mark, outcome in [(mark, outcome) for mark, rows in groups.items() for outcome in rows]:
         loss = f"{outcome.first_loss:.3f} to {outcome.last_loss:.3f}"
-        table.add_row(f"{mark}{outcome.cut}", loss, f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:32])
+        table.add_row(f"{mark}{outcome.cut}", loss, f"{outcome.last_norm:.4f}", str(outcome.seconds), outcome.sha256[:16])
     console.print(table)
 
 

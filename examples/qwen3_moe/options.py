@@ -109,13 +109,14 @@ def parser() -> argparse.ArgumentParser:
     )
     job.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens sampled for each prompt (32; --quick 16)")
     job.add_argument("--temperature", type=float, default=0.8, help="of the sampled half of the requests; the other half is greedy (0.8)")
-    job.add_argument("--trainers", nargs="+", action="extend", metavar="LAYOUT", help=f"further trainer layouts of the table ({' '.join(TRAINERS)})")
+    more = "may be given several times"
+    job.add_argument("--trainers", nargs="+", action="extend", metavar="LAYOUT", help=f"further layouts of the table, {more} ({' '.join(TRAINERS)})")
     job.add_argument(
         "--rollouts",
         nargs="+",
         action="extend",
         metavar="LAYOUT",
-        help=f"rollout layouts of the table, the first runs the rounds ({' '.join(ROLLOUTS)})",
+        help=f"rollout layouts, the first runs the rounds; {more} ({' '.join(ROLLOUTS)})",
     )
     job.add_argument("--no-train", action="store_true", help="only sample and score, with the weights as they are")
     job.add_argument("--no-control", action="store_true", help="leave out the stock packages")

@@ -82,6 +82,11 @@ class Recipe:
     seed: int = 1234
     aux_loss: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.steps < 1 or not 1 <= self.shortest <= self.longest:
+            sizes = f"{self.samples} samples of {self.shortest} to {self.longest} tokens, {self.steps} steps"
+            raise ValueError(f"training: {sizes}; at least one sample of one token and one step are needed")
+
 
 class Training:
     """One rank of a training run. ``torch.distributed`` must be ready.

@@ -198,3 +198,46 @@ def test_a_batch_that_does_not_divide_is_refused_by_all():
             run.step()
 
     run_ranks(2, main, timeout=300)
+
+
+def given(**fields):
+    """The schedule with other arguments; ``tokens`` changes what a micro-batch holds."""
+    stock, tokens = training.get_forward_backward_func, fields.pop("tokens", None)
+
+    def changed():
+        def run(*, data_iterator, **more):
+            parts = ({**part, "tokens": tokens(part["tokens"])} for part in data_iterator) if tokens else data_iterator
+            return stock()(**{"data_iterator": parts, **more, **fields})
+
+        return run
+
+    return replaced(training, "get_forward_backward_func", changed)
+
+
+EMPTY = {
+    "no micro-batches": (dict(num_microbatches=0), "a training step of 0 micro-batches"),
+    "no rows": (dict(tokens=lambda tokens: tokens[:0]), r"input_ids has shape \[0, \d+\], an empty batch"),
+    "no positions": (dict(tokens=lambda tokens: tokens[:, :0]), r"input_ids has shape \[\d+, 0\], an empty batch"),
+    "an iterator that ends early": (dict(data_iterator=iter(())), "the data iterator ended before the 2 micro-batches"),
+}
+
+
+def test_an_empty_batch_is_refused_by_all_and_nothing_has_changed():
+    def main(rank):
+        run = Training(recipe(), parse("dp2"), Contract(grain=8))
+        run.step()
+        before = run.sha256()
+        for fields, text in EMPTY.values():
+            with given(**fields), pytest.raises(ValueError, match=text):
+                run.step()
+            assert run.sha256() == before
+        for _ in range(STEPS - 1):
+            run.step()
+        return run.sha256()
+
+    assert run_ranks(2, main, timeout=300) == [undisturbed()] * 2
+
+
+def test_a_recipe_without_samples_is_refused():
+    with pytest.raises(ValueError, match="at least one sample"):
+        replace(recipe(), samples=0)

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Layout
+from tio_megatron.integrations.megatron.shards import tag_shards
 
 
 def transformer_config(config: CheckpointConfig, layout: Layout, **fields: Any) -> TransformerConfig:
@@ -92,7 +93,7 @@ def gpt_model(config: CheckpointConfig, megatron: TransformerConfig, *, vocab_si
     """
     grouped = megatron.moe_grouped_gemm
     spec = get_gpt_layer_local_spec(num_experts=megatron.num_moe_experts, moe_grouped_gemm=grouped, qk_layernorm=True, normalization="RMSNorm")
-    return GPTModel(
+    model = GPTModel(
         config=megatron,
         transformer_layer_spec=spec,
         vocab_size=vocab_size,
@@ -104,3 +105,7 @@ def gpt_model(config: CheckpointConfig, megatron: TransformerConfig, *, vocab_si
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
     ).to(megatron.params_dtype)
+    # Initialising would have done it. Stock's clipping counts an untagged shard of another rank as a copy, so a stock run would clip otherwise than
+    # stock does, and differ between layouts for that reason alone.
+    tag_shards(model)
+    return model

@@ -81,6 +81,9 @@ def run_ordered(original: Callable[..., Any]) -> Callable[..., Any]:
         build.check_runs(self)
         if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None or len(args) > 5 and args[5] is not None:
             raise ValueError("inference_context is not supported: megatron-core's inference engines are not covered; score whole sequences instead")
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(tokens, torch.Tensor) and not tokens.numel():
+            raise ValueError(f"GPTModel: input_ids has shape {list(tokens.shape)}, an empty batch; leave it out of the step, on every rank")
         micro_batches.enter(kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None))
         return original(self, *args, **kwargs)
 

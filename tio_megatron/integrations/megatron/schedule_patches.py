@@ -37,9 +37,15 @@ def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError("a training step after the gradients were finalized: call zero_grad_buffer() on the model before each step")
         if not sums:
             return original(forward_step_func=forward_step_func, model=model, forward_only=forward_only, **more)
+        count = more.get("num_microbatches")
+        if isinstance(count, int) and count < 1:
+            raise ValueError(f"a training step of {count} micro-batches: an empty batch has no gradient; leave the step out, on every rank")
 
         def step(iterator: Any, chunk: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
-            output, loss = forward_step_func(iterator, chunk, *rest, **options)
+            try:
+                output, loss = forward_step_func(iterator, chunk, *rest, **options)
+            except StopIteration as end:
+                raise ValueError(f"the data iterator ended before the {count} micro-batches of the step (num_microbatches)") from end
             return output, None if loss is None else _noted(loss, sums[0].seen)
 
         return original(forward_step_func=step, model=model, forward_only=forward_only, **more)
