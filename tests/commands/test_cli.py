@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tio_megatron.cli import app
+from tio_megatron.verify.traces import Tracer, TraceWriter
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]
 
@@ -77,6 +79,17 @@ def test_no_engine_is_needed_to_compare(recordings):
     command = [sys.executable, "-c", BLOCKED, "logdiff", str(recordings / "a.jsonl"), str(recordings / "b.jsonl"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and json.loads(done.stdout)["nonzero"] == 1, done.stderr
+
+
+def test_no_engine_is_needed_to_diagnose(tmp_path):
+    for name, value in (("a", 1.0), ("b", 1.5)):
+        with TraceWriter(tmp_path / name, [[1, 2]], engine="mine", shape={"layers": 1, "moe": [False]}, keep=True) as writer, Tracer(writer).rows([(0, 0, 2)]):
+            writer.put("embed", torch.tensor([[2.0], [3.0]]), torch.arange(2))
+            writer.put("layers.0.attn_norm", torch.tensor([[0.5], [value]]), torch.arange(2))
+    command = [sys.executable, "-c", BLOCKED, "diagnose", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = json.loads(done.stdout)
+    assert done.returncode == 1 and (answer["point"], answer["rows"], answer["first"]) == ("layers.0.attn_norm", 1, [0, 1]), done.stderr
 
 
 def test_python_m_is_the_same():

@@ -24,6 +24,7 @@ from pathlib import Path
 answer = {"package": tio_megatron.__file__, "collectives": tio_megatron.collectives.__file__}
 answer["library"] = (Path(tio_megatron.kernels.__file__).parent / "_tio_cpu.so").exists()
 answer["plug-in"] = [point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins") if point.name == "tio_megatron"]
+answer["command"] = [point.value for point in importlib.metadata.entry_points(group="console_scripts") if point.name == "tio"]
 try:
     import collectives
 except ImportError:
@@ -93,7 +94,7 @@ def test_wheel_from_the_checkout_and_from_its_sdist(checkout: Path, bare: Path, 
     install(bare, str(wheel))
     answer = ask(bare)
     assert answer["library"] and not answer["twice"]
-    assert answer["plug-in"] == ["tio_megatron.integrations.vllm.plugin:register"]
+    assert answer["plug-in"] == ["tio_megatron.integrations.vllm.plugin:register"] and answer["command"] == ["tio_megatron.cli:main"]
     assert answer["package"].startswith(str(tmp_path / "venv")) and answer["collectives"].startswith(str(tmp_path / "venv"))
 
 

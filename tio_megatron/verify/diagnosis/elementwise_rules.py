@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,19 @@ from tio_megatron.verify.diagnosis.rules import Rule, rounded
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
 _THETAS = (10000.0, 500000.0, 1000000.0, 5000000.0, 10000000.0)
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TABLES = [
+    *("fp32/fp64/fp32", "fp64/fp64/fp32", "fp32/fp64/bf16", "bf16/fp64/fp32", "bf16/fp64/bf16", "fp32/bf16/fp32", "fp32/bf16/bf16"),
+    *("bf16/bf16/fp32", "bf16/bf16/bf16", "fp32/fp64/fp16", "fp16/fp64/fp32", "fp16/fp64/fp16"),
+]
+"""Types of frequencies, angles, and the table of cosines and sines."""
+
+
+def _table_name(table: str) -> str:
+    """What is narrow in it, in words."""
+    parts = zip(table.split("/"), ("frequencies", "angles", "table"), strict=True)
+    return ", ".join(f"{kind} {what}" for kind, what in parts if kind in ("bf16", "fp16")) or "fp32"
 
 
 def low(case: Case) -> torch.dtype:
@@ -104,24 +118,17 @@ def rope_rules(case: Case) -> Iterator[Rule]:
         own = recorded[rows].reshape(-1).to(torch.float64)
     thetas = [float(theta) for theta in case.fact("rope_theta", 1e6)]
 
-    def rule(table: str = "fp32", positions: str = "own", theta: float = thetas[0], turn: str = "halves", arithmetic: str = "one rounding") -> Rule:
+    def rule(table: str = "fp32/fp64/fp32", positions: str = "own", theta: float = thetas[0], turn: str = "halves", arithmetic: str = "one rounding") -> Rule:
         def compute() -> torch.Tensor:
             place = {"own": own, "one later": own + 1, "one earlier": own - 1, "all 0": own * 0, "run on over the pack": rows.to(torch.float64)}[positions]
+            frequencies, angles, values = table.split("/")
             inverse = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-            if table == "bf16 frequencies":
-                inverse = inverse.to(torch.bfloat16).to(torch.float64)
-            if table == "fp16 frequencies":
-                inverse = inverse.to(torch.float16).to(torch.float64)
+            if frequencies != "fp64":
+                inverse = inverse.to(_TYPES[frequencies]).to(torch.float64)
             angle = place[:, None] * inverse
-            if table == "fp32":
-                inverse32 = (1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))).to(torch.float32)
-                angle = (place.to(torch.float32)[:, None] * inverse32).to(torch.float64)
-            elif table == "bf16 angles":
-                angle = angle.to(torch.bfloat16).to(torch.float64)
-            cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
-            if table in ("bf16 table", "fp16 table"):
-                narrow = torch.bfloat16 if table.startswith("bf16") else torch.float16
-                cos, sin = cos.to(narrow).to(torch.float32), sin.to(narrow).to(torch.float32)
+            if angles != "fp64":
+                angle = angle.to(torch.float32).to(_TYPES[angles]).to(torch.float64)
+            cos, sin = (x.to(torch.float32).to(_TYPES[values]).to(torch.float32) for x in (angle.cos(), angle.sin()))
             cos, sin = cos.to(torch.float64)[:, None], sin.to(torch.float64)[:, None]
             first, second = (v[..., : size // 2], v[..., size // 2 :]) if turn == "halves" else (v[..., 0::2], v[..., 1::2])
             step = (lambda y: rounded(y, dtype)) if arithmetic == "every product rounded" else (lambda y: y.to(torch.float32).to(torch.float64))
@@ -130,18 +137,18 @@ def rope_rules(case: Case) -> Iterator[Rule]:
                 return torch.cat([low_half, high_half], dim=-1).reshape(shape)
             return torch.stack([low_half, high_half], dim=-1).reshape(shape)
 
-        axes = {"rope-table": table, "positions": positions, "rope-theta": f"{theta:g}", "rope-pairs": turn, "extra-rounding": arithmetic}
+        axes = {"rope-table": _table_name(table), "positions": positions, "rope-theta": f"{theta:g}", "rope-pairs": turn, "extra-rounding": arithmetic}
         return Rule(axes, compute)
 
     for arithmetic in ("one rounding", "every product rounded"):
-        for table in ("fp32", "fp64", "bf16 table", "bf16 frequencies", "bf16 angles", "fp16 table", "fp16 frequencies"):
-            made = rule(table, arithmetic=arithmetic)
-            yield Rule(made.axes | {"rope-table": "fp32" if table == "fp64" else table}, made.compute)
+        for table in _TABLES:
+            yield rule(table, arithmetic=arithmetic)
         for positions in ("one later", "one earlier", "all 0", "run on over the pack"):
             yield rule(positions=positions, arithmetic=arithmetic)
-            yield rule("bf16 table", positions=positions, arithmetic=arithmetic)
+            yield rule("fp32/fp64/bf16", positions=positions, arithmetic=arithmetic)
         for theta in {*thetas, *_THETAS} - {thetas[0]}:
             yield rule(theta=theta, arithmetic=arithmetic)
+            yield rule("fp32/fp64/bf16", theta=theta, arithmetic=arithmetic)
         yield rule(turn="neighbours", arithmetic=arithmetic)
 
 
@@ -180,11 +187,11 @@ def swiglu_rules(case: Case) -> Iterator[Rule]:
         yield rule("sigmoid too", narrow=narrow)
         if narrow != dtype:
             yield rule("product", narrow=narrow)
-    for function in list(functions)[1:]:
-        yield rule("none", function)
-        yield rule("after the activation", function)
-    yield rule("none", swapped=True)
-    yield rule("after the activation", swapped=True)
+    others: list[dict[str, Any]] = [{"function": name} for name in list(functions)[1:]] + [{"swapped": True}]
+    for other in others:
+        yield rule("none", **other)
+        if dtype != torch.float32:
+            yield rule("after the activation", **other)
 
 
 def add_rules(case: Case) -> Iterator[Rule]:

@@ -15,6 +15,11 @@ CLEAR = 0.5
 EXPLAINS = 0.35
 """and explains it at all if its error is below this part of the difference between the sides."""
 
+FINE = frozenset(
+    {"norm-cast", "norm-epsilon", "residual-rounding", "extra-rounding", "rope-table", "dtype", "router-sum-order", "router-dtype", "logprob-dtype"}
+)
+"""Axes that move last bits. Where sides differ in one of these and in a coarse one, the coarse one is the cause."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,7 +74,7 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     best_a, best_b = min(fits, key=lambda fit: fit[1]), min(fits, key=lambda fit: fit[2])
     # One rule for both, unless each side has one of its own that is clearly better there than the other side's.
     apart = best_a[1] < CLEAR * best_b[1] and best_b[2] < CLEAR * best_a[2] and max(best_a[1], best_b[2]) < EXPLAINS * gap
-    axes = tuple(best_a[0].against(best_b[0])) if apart else ()
+    axes = tuple(sorted(best_a[0].against(best_b[0]), key=lambda axis: axis in FINE)) if apart else ()
     if not axes:
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
         best_a = best_b = shared

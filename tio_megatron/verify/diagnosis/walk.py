@@ -81,13 +81,13 @@ def _require_comparable(a: Trace, b: Trace) -> None:
 
 
 def _why(case: Case) -> Finding:
+    wrong = differing(case.a, case.b, case.parameters)
+    if wrong:
+        parameter = explain_parameter(case.a, case.b, wrong[0])
+        return parameter.noting(f"{len(wrong)} of the parameters used here differ: {', '.join(wrong[:4])}") if len(wrong) > 1 else parameter
     for check in (faults.unwritten, faults.lost_or_moved):
         if found := check(case):
             return found
-    wrong = differing(case.a, case.b, case.parameters)
-    if wrong:
-        found = explain_parameter(case.a, case.b, wrong[0])
-        return found.noting(f"{len(wrong)} of the parameters used here differ: {', '.join(wrong[:4])}") if len(wrong) > 1 else found
     if case.point.op == "given":
         return _positions(case)
     if case.point.op == "top_k":
@@ -112,13 +112,12 @@ def _why(case: Case) -> Finding:
         "embedding": elementwise_rules.embedding_rules,
         "routing": routing_rules,
     }
+    reason: Finding | None = None
     if case.point.op in reasons:
-        found = reasons[case.point.op](case)
+        reason = reasons[case.point.op](case)
     elif case.point.op in rules:
-        found = _by_rules(case, rules[case.point.op](case))
-    else:
-        found = None
-    return found or faults.constant(case) or _unexplained(case)
+        reason = _by_rules(case, rules[case.point.op](case))
+    return reason or faults.constant(case) or _unexplained(case)
 
 
 def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
@@ -131,6 +130,9 @@ def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
     dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
     worst = max(explained.a.error, explained.b.error)
     if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst, dtype):
+        if case.point.op in ("rope", "swiglu", "add", "embedding"):  # nothing is added up there, so there is no order
+            said = (*_same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
+            return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
         return order_finding(case, None, _same_formula(explained))
     return None
 
