@@ -102,6 +102,7 @@ BAD = {
     "other JSON": (lambda p: (p / "trace.json").write_text("[]"), "some other JSON"),
     "other version": (lambda p: broken(p, lambda h: h.update(version=99)), "a trace of version 99; this package reads version 1"),
     "no lengths": (lambda p: broken(p, lambda h: h.pop("lengths")), "a damaged header"),
+    "a path as a name": (lambda p: broken(p, lambda h: h.update(kept=["../../secret"])), "a damaged header .*'../../secret' is no name"),
     "cut rows": (lambda p: (p / "rows.safetensors").write_bytes((p / "rows.safetensors").read_bytes()[:-8]), "the file is cut off"),
     "no rows": (lambda p: (p / "rows.safetensors").unlink(), "rows.safetensors is missing"),
     "rows of another trace": (lambda p: broken(p, lambda h: h.update(lengths=[3, 5])), "does not fit trace.json"),

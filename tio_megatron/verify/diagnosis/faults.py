@@ -44,7 +44,7 @@ def lost_or_moved(case: Case) -> Finding | None:
             )
     if not case.kept:
         return None
-    sides = [side.to(torch.float64) for side in case.sides]
+    sides = case.sides
     if case.point.part == "expert_ids" or case.point.part == "expert_probs":
         return None
     slots = [side.reshape(len(side), -1, side.shape[-1]) if case.point.op != "combine" else side[:, None] for side in sides]

@@ -43,7 +43,9 @@ class Finding:
     @property
     def status(self) -> int:
         """0 equal, 1 differs, 2 could not tell."""
-        return {"equal": 0, "unfinished": 1}.get(self.kind, 1) if self.compared or self.kind in ("unfinished", "weights") else 2
+        if self.kind == "equal":
+            return 0 if self.compared else 2
+        return 1
 
     @property
     def verdict(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from tio_megatron.verify.readers.safe_file import SafeFile
 from tio_megatron.verify.traces.points import Point, points
-from tio_megatron.verify.traces.writer import FORMAT, VERSION
+from tio_megatron.verify.traces.writer import FORMAT, NAME, VERSION
 
 PASSES = ("call", "batch", "padding")
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32}
@@ -55,6 +55,9 @@ class Trace:
             self.weights: dict[str, dict[str, Any]] = header["weights"]
             self.kept: set[str] = set(header["kept"])
             known = [point.name for point in points(int(self.shape["layers"]), self.shape["moe"], tied=bool(self.shape.get("tied")))]
+            odd = [name for name in (*self.recorded, *self.weights, *self.kept) if not NAME.fullmatch(name)]
+            if odd:
+                raise ValueError(f"{odd[0]!r} is no name of a point or a parameter")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}: a damaged header of a trace ({type(error).__name__}: {error})") from None
         if not (folder / "rows.safetensors").is_file():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ import torch
 from tio_megatron.verify.traces.digest import row_digests, tensor_digest
 
 FORMAT, VERSION = "tio-trace", 1
+NAME = re.compile(r"\w[\w.-]*")
+"""Names of points and parameters: they become names of files."""
+
 SKETCH = 512
 """Elements kept of every parameter, at equal distances."""
 
@@ -101,6 +105,8 @@ class TraceWriter:
             columns: where a row is only a part, its first column of the whole flattened row (one number, or one per row); None for whole rows.
             width: shape of a whole row, needed with ``columns``.
         """
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r}: a point's name is made of letters, digits, '.', '-' and '_'")
         self.progress(name, len(rows))
         real = at >= 0
         if not bool(real.all()):
