@@ -1,4 +1,4 @@
-"""``tio diagnose A B``."""
+"""``tio diagnose A B``, and ``tio diagnose BUNDLE``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ EPILOG = "Example: tio diagnose trainer.trace rollout.trace"
 
 
 def diagnose(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Trace of one side, as tio record writes it.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Trace of the other side, over the same tokens.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Trace of one side, as tio record writes it; or a monitor's bundle, alone.")],
+    b: Annotated[Path | None, typer.Argument(metavar="[B]", help="Trace of the other side, over the same tokens.")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Name the first point at which two traces differ, the kind of cause, and what to change.
 
+    Of a monitor's bundle: what differs, and how to record the two traces that say why.
     Exit status: 0 equal, 1 differs, 2 could not tell (other tokens, other models, no trace). Every cause has a section in docs/divergence.md.
     """
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        if b is None:
+            return _bundle(a)
         from tio_megatron.verify.diagnosis import diagnose as compare
         from tio_megatron.verify.diagnosis.finding import KINDS
         from tio_megatron.verify.traces import open_trace
@@ -48,3 +51,30 @@ def diagnose(
         return found.status, found.to_json(), show
 
     tell("diagnose", as_json, work)
+
+
+def _bundle(folder: Path) -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+    """Log-probabilities say that and how two sides differ, not where it starts: that takes traces over the bundle's tokens."""
+    from tio_megatron.verify.logdiff import logdiff
+    from tio_megatron.verify.monitor import read_bundle
+    from tio_megatron.verify.picture import numbers
+    from tio_megatron.verify.readers import read_scored
+
+    bundle = read_bundle(folder)
+    found = logdiff(read_scored(bundle.trainer), read_scored(bundle.rollout))
+    tokens = bundle.trainer
+    following = [
+        f"tio record MODEL trainer.trace --engine megatron --tokens {tokens} --keep all     # with the run's own layout and options",
+        f"tio record MODEL rollout.trace --engine vllm --tokens {tokens} --keep all",
+        "tio diagnose trainer.trace rollout.trace",
+    ]
+
+    def show(console: Console) -> None:
+        console.print(f"step {bundle.about.get('step')}: {bundle.about.get('reason')}; {found.verdict}", highlight=False, markup=False, soft_wrap=True)
+        for name, value in numbers(found):
+            console.print(f"  {name}: {value}", highlight=False, markup=False, soft_wrap=True)
+        console.print("Where it starts and why, with the model at hand:", style="bold")
+        for line in following:
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+    return found.status, {"bundle": dict(bundle.about), "logdiff": found.to_json(), "next": following}, show

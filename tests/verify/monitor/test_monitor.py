@@ -74,6 +74,16 @@ def test_a_bundle_holds_what_a_search_needs_and_nobody(tmp_path):
     assert (done.exit_code, answer["nonzero"], answer["tokens"], answer["first"]["sequence"], answer["first"]["position"]) == (1, 1, 21, 1, 2)
 
 
+def test_a_bundle_is_opened_by_diagnose(tmp_path):
+    with pytest.raises(LogdiffError) as stopped:
+        Monitor(tmp_path, stop_above=0.0).step(7, tokens=TOKENS, trainer=other(), rollout=SAME)
+    command = str(stopped.value).rpartition("tio ")[2].split()
+    done = CliRunner().invoke(app, [*command, "--json"])
+    answer = json.loads(done.output)
+    assert (done.exit_code, answer["bundle"]["step"], answer["logdiff"]["nonzero"]) == (1, 7, 1) and "tio record" in answer["next"][0]
+    assert CliRunner().invoke(app, ["diagnose", str(tmp_path)]).exit_code == 2, "a folder that is no bundle"
+
+
 def test_few_bundles_of_bounded_size(tmp_path):
     monitor = Monitor(tmp_path, most_bundles=2)
     tokens, same = torch.zeros(100, 3, dtype=torch.long), -torch.ones(100, 3)

@@ -21,6 +21,9 @@ from tio_megatron.verify.traces.digest import row_digests
 from tio_megatron.verify.traces.tracer import Tracer
 from tio_megatron.verify.traces.writer import TraceWriter
 
+KV_BYTES = 256 << 20
+"""Keys and values of one request; left alone vLLM wants most of the machine's memory, and refuses to start where others use it."""
+
 _NO_TEMPERATURE = "record: vLLM gives log-probabilities of prompts without a temperature; record with 1, and compare the rollout's own with tio logdiff"
 
 
@@ -42,7 +45,7 @@ def run_vllm(model: Path, sequences: Sequence[Sequence[int]], folder: Path, *, d
         "max_model_len": longest,
         "enable_prefix_caching": False,
     }
-    common |= {"max_logprobs": -1, "block_size": 64, "num_gpu_blocks_override": -(-longest // 64) + 2}
+    common |= {"max_logprobs": -1, "block_size": 64, "kv_cache_memory_bytes": KV_BYTES}
     llm = engine(str(model), **(common if stock else engine_options(**common)))
     record_vllm(llm, config, sequences, folder, contract=not stock, **options)
 
