@@ -16,6 +16,7 @@ from tio_megatron.rl import (
     spread,
     token_ratio,
     truncated,
+    weighted_sum,
 )
 from tio_megatron.testing import assert_same_bytes, first_mismatch, run_ranks
 
@@ -58,11 +59,11 @@ def every(new, old, sequence, group=None):
     weights = [importance_weights(new, old, sequence, 5, level=level, group=group) for level in LEVELS]
     advantages = spread(torch.tensor([1.0, -0.7, 0.3, -2.0, 0.1]), sequence)
     losses = [clipped_loss(ratio, advantages, clip=0.1, clip_high=0.2, dual=1.5).loss for ratio in ratios]
-    total = sum((loss * weight).where(sequence >= 0, 0.0).sum() for loss, weight in zip(losses, weights, strict=False))
-    total = total + kl(given, old).where(sequence >= 0, 0.0).sum()
+    total = sum(weighted_sum(loss, weight) for loss, weight in zip(losses, weights, strict=False))
+    total = total + weighted_sum(kl(given, old), (sequence >= 0).float())
     total.backward()
-    found = [x.detach() for x in (*ratios, *losses)] + weights + [kl(new, old, e) for e in ("k1", "k2", "k3")] + [given.grad]
-    return torch.stack([x.where(sequence >= 0, 0.0) for x in found])
+    found = [x.detach() for x in (*ratios, *losses)] + weights + [kl(new, old, e) for e in ("k1", "k2", "k3")]
+    return torch.stack([x.where(sequence >= 0, 0.0) for x in found] + [given.grad])
 
 
 def test_packing_order_and_context_parallelism():

@@ -49,4 +49,6 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         logits, top, total, weighted = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
-        return kernel.entropy_backward(dy.reshape(-1), flat, top, total, weighted, ctx.columns).view(logits.shape), None, None
+        dlogits = kernel.entropy_backward(dy.reshape(-1), flat, top, total, weighted, ctx.columns)
+        # As for the log-probability: a token nobody asks about sends +0.
+        return dlogits.masked_fill_(dy.reshape(-1, 1) == 0, 0.0).view(logits.shape), None, None

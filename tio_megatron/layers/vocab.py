@@ -25,6 +25,9 @@ from tio_megatron.layers import grads
 from tio_megatron.layers.grains import Group, MicroBatch, rank, size
 from tio_megatron.layers.linear import gathered, weight_grad
 
+COLDEST = 1e-5
+"""The lowest temperature: it keeps a model's logits within fp32, and below it vLLM samples greedily."""
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -127,10 +130,12 @@ def at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """fp32 ``logits`` divided by the temperature (rounded to fp32 once): one rounding, before the maximum is taken.
 
     Raises:
-        ValueError: the temperature is not a positive finite number.
+        ValueError: the temperature is not a positive finite number of fp32, or so small that the quotients may not be.
     """
-    if not 0 < temperature < float("inf"):
+    if not 0 < temperature <= torch.finfo(torch.float32).max:
         raise ValueError(f"temperature must be a positive finite number, got {temperature}")
+    if temperature < COLDEST:
+        raise ValueError(f"temperature {temperature} may take logits out of fp32; use {COLDEST} or more, or take the largest logit (greedy) instead")
     # A tensor, not a number: by a number some devices multiply with the reciprocal.
     return logits if temperature == 1 else logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
 
@@ -287,4 +292,5 @@ class _LogProb(torch.autograd.Function):
         logits, target, top, total = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
         dlogits = kernel.logprob_backward(dy.reshape(-1), flat, top, total, target.reshape(-1) - ctx.shard.first, ctx.shard.true_rows)
-        return dlogits.view(logits.shape), None, None, None
+        # A token nobody asks about sends +0, not 0 * NaN of logits that nobody read.
+        return dlogits.masked_fill_(dy.reshape(-1, 1) == 0, 0.0).view(logits.shape), None, None, None

@@ -4,7 +4,8 @@ fp32, elementwise, or sums that are *exact*: the true sum of all terms, rounded 
 data parallelism, micro-batches, packing or the order of samples. Formulas and their sources: ``docs/rl.md``.
 
 Legend: ``N`` sequences of the global batch, ``G`` groups (samples of one prompt). A tensor of tokens has any shape; ``sequence`` is int64 of that
-shape and says which sequence a token belongs to, -1 for what is no response token (prompt, padding). Those places are never read: NaN stays there.
+shape and says which sequence a token belongs to, -1 for what is no response token (prompt, padding). Such a place decides no number of another,
+and what it gets from the backward is +0, whatever it holds: NaN stays there.
 """
 
 from tio_megatron.rl.advantages import group_advantages

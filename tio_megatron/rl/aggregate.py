@@ -58,14 +58,15 @@ def token_weights(sequence: Tensor, lengths: Tensor, mode: str = "token-mean", *
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """``sum of w_t * l_t`` over the tokens given: each product rounded, then their exact sum, rounded once. Differentiable by ``losses``.
 
-    The gradient of ``losses`` is ``weights``. A token of weight 0 is not read. Add the parts of micro-batches and ranks with
+    The gradient of ``losses`` is ``weights``. A token of weight 0 is not read, and its gradient is +0. A loss that is infinite already makes the sum
+    infinite, or NaN with one of the other sign. Add the parts of micro-batches and ranks with
     ``ExactSum.of(losses * weights)`` where a report needs the bytes of the whole.
 
     Args:
         losses, weights: fp32 of one shape.
 
     Raises:
-        ValueError: shapes or types that do not fit.
+        ValueError: shapes or types that do not fit, or a product of two finite numbers beyond fp32: the sum would not be that of the terms.
     """
     if losses.shape != weights.shape or losses.dtype != torch.float32 or weights.dtype != torch.float32:
         raise ValueError(
@@ -78,9 +79,17 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(weights)
-        return ExactSum.of(losses * weights, torch.where(weights == 0, -1, 0)).values()[0]
+        products = losses * weights
+        beyond = products.isinf() & losses.isfinite() & weights.isfinite()
+        if bool(beyond.any()):
+            at = beyond.nonzero()[0].tolist()
+            raise ValueError(
+                f"weighted_sum: {float(losses[tuple(at)])} * {float(weights[tuple(at)])} at {at} is beyond fp32; token_weights are at most 1, "
+                "so divide the losses by a constant first"
+            )
+        return ExactSum.of(products, torch.where(weights == 0, -1, 0)).values()[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (weights,) = ctx.saved_tensors
-        return dy * weights, None
+        return (dy * weights).masked_fill(weights == 0, 0.0), None

@@ -57,9 +57,8 @@ class ExactSum:
         if index is not None:
             if index.shape != x.shape or index.dtype != torch.int64:
                 raise ValueError(f"exact sum: index must be int64 of shape {list(x.shape)}, got {index.dtype} of {list(index.shape)}")
+            check_index("exact sum", index, groups)
             where = index.reshape(-1)
-            if where.numel() and not -1 <= int(where.min()) <= int(where.max()) < groups:
-                raise ValueError(f"exact sum: index runs from {int(where.min())} to {int(where.max())}; it must stay between -1 and {groups - 1}")
             values, where = values[where >= 0], where[where >= 0]
         state = torch.zeros(groups, NEGATIVE + 1, dtype=torch.int64, device=x.device)
         _add(state.view(-1), values.double(), where * state.shape[1])
@@ -143,6 +142,16 @@ class Moments:
             else:
                 found.append((square - total * total / n) / max(n - 1 if unbiased else n, 1))
         return found
+
+
+def check_index(what: str, index: Tensor, groups: int) -> None:
+    """Refuse an index outside -1 .. ``groups`` - 1.
+
+    Raises:
+        ValueError: says where it runs.
+    """
+    if index.numel() and not -1 <= int(index.min()) <= int(index.max()) < groups:
+        raise ValueError(f"{what}: index runs from {int(index.min())} to {int(index.max())}; it must stay between -1 and {groups - 1}")
 
 
 def rounded(values: list[Fraction | float]) -> Tensor:

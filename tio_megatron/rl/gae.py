@@ -19,15 +19,17 @@ def gae(rewards: Tensor, values: Tensor, sequence: Tensor, *, gamma: float = 1.0
     Args:
         rewards, values: ``[..., S]`` fp32.
         sequence: ``[..., S]`` int64. The tokens of a sequence lie in one row, in ascending position; a row may pack several.
-        gamma: the discount.
-        lam: the decay of the estimator.
+        gamma: the discount, 0 to 1.
+        lam: the decay of the estimator, 0 to 1.
 
     Returns:
         advantages and returns, ``[..., S]`` fp32; 0 where there is no token. Not differentiable.
 
     Raises:
-        ValueError: types or shapes that do not fit.
+        ValueError: types or shapes that do not fit, ``gamma`` or ``lam`` outside their range.
     """
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gae: gamma and lam must lie between 0 and 1, got gamma {gamma} and lam {lam}")
     for name, x in (("rewards", rewards), ("values", values)):
         if x.dtype != torch.float32 or x.shape != sequence.shape:
             raise ValueError(f"gae: {name} must be torch.float32 of shape {list(sequence.shape)}, got {x.dtype} of {list(x.shape)}")

@@ -25,10 +25,11 @@ def token_logprob(logits: Tensor, target: Tensor, vocab: int, *, temperature: fl
         contract: whose order of the vocabulary; the default contract's if none is given.
 
     Returns:
-        ``[...]`` fp32, the same bytes on every rank, for every number of ranks and every padding.
+        ``[...]`` fp32, the same bytes on every rank, for every number of ranks and every padding. A token whose gradient comes back as 0 (one
+        without weight) sends +0 to its logits, whatever they hold.
 
     Raises:
-        ValueError: a target outside the vocabulary, a temperature that is not positive and finite, shards that do not end on blocks.
+        ValueError: a target outside the vocabulary, a temperature below 1e-5 or not finite, shards that do not end on blocks.
     """
     return vocab_logprob(at_temperature(logits, temperature), target, _shard(logits, vocab, group, contract), group=group)
 

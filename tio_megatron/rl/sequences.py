@@ -9,6 +9,17 @@ from tio_megatron.layers.grains import Group
 from tio_megatron.rl.exact import ExactSum
 
 
+def one_shape(what: str, **tensors: Tensor) -> None:
+    """Refuse numbers per token that are not as many: broadcast, they would be another token's.
+
+    Raises:
+        ValueError: names every shape.
+    """
+    if len({x.shape for x in tensors.values()}) > 1:
+        got = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"{what}: all must be of one shape, one number per token; got {got}")
+
+
 def sequence_sums(x: Tensor, sequence: Tensor, sequences: int, *, group: Group = None) -> Tensor:
     """``[N]`` fp32: the sum of ``x`` over the tokens of each sequence, rounded once. Not differentiable.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tio_megatron.rl.exact import Moments
+from tio_megatron.rl.sequences import one_shape
 
 
 def whiten(x: Tensor, sequence: Tensor, *, shift: bool = True, epsilon: float = 1e-8, moments: Moments | None = None) -> Tensor:
@@ -20,7 +21,11 @@ def whiten(x: Tensor, sequence: Tensor, *, shift: bool = True, epsilon: float = 
 
     Returns:
         fp32, 0 where there is no token. Not differentiable.
+
+    Raises:
+        ValueError: types or shapes that do not fit.
     """
+    one_shape("whiten", x=x, sequence=sequence)
     moments = moments or token_moments(x, sequence)
     mean, deviation = moments.means(), moments.deviations(epsilon=epsilon)
     y = (x.detach() - mean) / deviation
