@@ -42,6 +42,7 @@ def _hf(model: Path, tokens: Tokens, dtype: str) -> Logprobs:
 
 def _vllm(model: Path, tokens: Tokens, words: str, contract: str | None) -> Logprobs:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler in this process: it starts in seconds
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # on a CPU vLLM else refuses more ranks than NUMA nodes
     from tio_megatron.checkpoint import CheckpointConfig
     from tio_megatron.contract.words import RolloutLayout
     from tio_megatron.integrations.vllm import engine_options
