@@ -31,23 +31,45 @@ def digests(seed):
     return {name: tensor_digest(tensor) for name, tensor in tensors(seed)}
 
 
+def whole_state(step):
+    """All that a checkpoint's state must have, beside its files."""
+    group = dict(
+        wd_mult=1.0, lr_mult=1.0, lr=1e-3, weight_decay=0.1, eps=1e-8, betas=[0.9, 0.95], tensors=[], max_lr=None, min_lr=None, start_wd=None, end_wd=None
+    )
+    return {
+        "step": step,
+        "position": {},
+        "settings": {},
+        "contract": {"grain": 32, "cuts": {"hidden": 8}},
+        "fingerprint": "0123",
+        "kernels": "cpu-1",
+        "model": {"layers": 1},
+        "training": {"moe_aux_loss_coeff": 0.0},
+        "optimizer": {"step": step, "clip_grad": 1.0, "groups": [group]},
+        "schedule": {"num_steps": step, "max_lr": 1e-3},
+        "largest": {"model.norm.weight": (0.5).hex()},
+        "random": {"ranks": [{"torch": "ab"}], "states": {"ab": "text"}},
+        "written": {"layout": {"tp": 1}, "versions": {}},
+    }
+
+
 def save(root, step, seed=0):
     """A training checkpoint of two folders."""
     with TrainingDraft(root, step) as draft:
         for number, kind in enumerate(("model", "exp_avg")):
             write(draft.path / kind, SMALL, tensors(seed + 100 * number))
-        return draft.commit({"step": step, "seed": seed})
+        return draft.commit(whole_state(step) | {"settings": {"seed": seed}})
 
 
 def check(root, seeds):
     """The newest checkpoint is whole; returns the seed it was made from, one of ``seeds``."""
     folder = latest_training(root)
     state = training_state(folder)
-    assert state["seed"] in seeds and not damaged_files(folder, state["files"])
+    assert state["settings"]["seed"] in seeds and not damaged_files(folder, state["files"])
     for number, kind in enumerate(("model", "exp_avg")):
         with Checkpoint(folder / kind) as found:
-            assert found.digests() == digests(state["seed"] + 100 * number)
-    return state["seed"]
+            assert found.digests() == digests(state["settings"]["seed"] + 100 * number)
+    return state["settings"]["seed"]
 
 
 def killed_at(moment, work, *arguments):

@@ -8,7 +8,7 @@ from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import digest_differences, manifest_digest, row_digests, tensor_digest
 from tio_megatron.checkpoint.names import Shard, TensorSpec, tensor_table
 from tio_megatron.checkpoint.reader import Checkpoint
-from tio_megatron.checkpoint.training import TrainingDraft, damaged_files, latest_training, training_state
+from tio_megatron.checkpoint.training import TrainingDraft, damaged_files, latest_training, training_state, unlisted_files, whole_beside
 from tio_megatron.checkpoint.writer import write_checkpoint
 
 __all__ = [
@@ -26,5 +26,7 @@ __all__ = [
     "tensor_digest",
     "tensor_table",
     "training_state",
+    "unlisted_files",
+    "whole_beside",
     "write_checkpoint",
 ]

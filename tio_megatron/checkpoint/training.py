@@ -12,21 +12,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
+from tio_megatron.checkpoint.training_fields import check_fields
 
 STATE = "state.json"
 LATEST = "latest"
-FORMAT = "tio_megatron training checkpoint 1"
+FORMAT = "tio_megatron training checkpoint 2"
 SPARE = 64 << 20
 """Bytes that must stay free on the disk."""
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _DRAFT = ".draft-"
 _LOCK = ".lock"
+_READ = ("config.json", "model.safetensors.index.json")
 
 
 class TrainingDraft:
@@ -74,11 +76,12 @@ class TrainingDraft:
         """Write ``state`` beside what lies in :attr:`path`, bring all to the disk, and make it the newest checkpoint.
 
         Raises:
-            CheckpointError: the system refuses; the checkpoints before are as they were.
+            CheckpointError: the system refuses, or ``state`` could not be loaded; the checkpoints before are as they were.
         """
         try:
             files = {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in _files(self.path)}
             contents = {"format": FORMAT, **state, "files": files}
+            check_fields(f"{self.root}: the checkpoint of step {self.step} would not load", contents)
             text = json.dumps(contents | {"sha256": _own_digest(contents)}, indent=1, sort_keys=True)
             (self.path / STATE).write_text(text + "\n", encoding="utf-8")
             for folder, _, names in os.walk(self.path):
@@ -124,7 +127,7 @@ class TrainingDraft:
 
     def _kept(self) -> str:
         try:
-            return f"the last good one is {latest_training(self.root)}"
+            return f"the last good one is {_named(self.root)}"
         except CheckpointError:
             return "there is none before it"
 
@@ -136,6 +139,45 @@ def latest_training(path: Path | str) -> Path:
         CheckpointError: there is none, or ``latest`` names none.
     """
     path = Path(path)
+    try:
+        return _named(path)
+    except CheckpointError as error:
+        if not any(_steps(path)):
+            raise
+        raise CheckpointError(f"{error}; {whole_beside(path)}") from error
+
+
+def whole_beside(root: Path, *, damaged: Path | None = None) -> str:
+    """Which checkpoint of a root to take in place of one that is damaged: a sentence with the newest whole one. Reads all its bytes.
+
+    Args:
+        root: the folder of checkpoints.
+        damaged: the one that is known to be damaged.
+    """
+    for folder in _steps(root):
+        if folder == damaged:
+            continue
+        try:
+            files = training_state(folder)["files"]
+        except CheckpointError:
+            continue
+        if not damaged_files(folder, files) and not unlisted_files(folder, files):
+            return f"{folder} is whole: load it by its folder"
+    return "no other checkpoint beside it is whole"
+
+
+def _steps(root: Path) -> Iterator[Path]:
+    """The checkpoints of a root, newest first."""
+    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    yield from sorted(found, key=lambda path: [int(part) for part in path.name.removeprefix("step-").split(".")], reverse=True)
+
+
+def _named(path: Path) -> Path:
+    """The checkpoint that ``path`` is, or that its ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none, or ``latest`` names none.
+    """
     if (path / STATE).is_file():
         return path
     try:
@@ -150,25 +192,36 @@ def latest_training(path: Path | str) -> Path:
 
 
 def training_state(folder: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's ``state.json``. The other files are checked by :func:`damaged_files`.
+    """The contents of a checkpoint's ``state.json``, every field of which can be used. The other files are checked by :func:`damaged_files`.
 
     Raises:
-        CheckpointError: it cannot be read, is not whole, was altered, or has another format.
+        CheckpointError: it cannot be read, is not whole, was altered, has another format, or a field (named) is missing or cannot be.
     """
     path = folder / STATE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); the file is truncated or altered") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise CheckpointError(f"{path}: format {found!r}, this version reads {FORMAT!r}")
     given = data.pop("sha256", None)
-    if given != _own_digest(data):
+    try:
+        altered = given != _own_digest(data)
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: is nested too deeply ({error}); the file is altered") from error
+    if altered:
         raise CheckpointError(f"{path}: it was altered (its own sha256 does not fit)")
+    check_fields(str(path), data)
     return data
+
+
+def unlisted_files(folder: Path, files: Mapping[str, Any]) -> list[str]:
+    """One line for each file of a checkpoint's folders that decides what is read from them (tensors, configuration, index) and is not in ``files``."""
+    found = (name for name, path in _files(folder) if path.parent != folder and (path.suffix == ".safetensors" or path.name in _READ))
+    return [f"{name} is not among the files that were written" for name in found if name not in files]
 
 
 def damaged_files(folder: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str] | None = None) -> list[str]:

@@ -224,6 +224,48 @@ def test_refusals_name_what_differs_and_change_nothing(moe, tmp_path):
         assert all(re.search(each, said) for each in wanted), said
 
 
+def bf16_main_parameters(folder):
+    """Main parameters that are the weights, listed as if they had been written so."""
+    shutil.rmtree(folder / "param")
+    shutil.copytree(folder / "model", folder / "param")
+    files = training_state(folder)["files"]
+    rewritten(folder, files=files | {name.replace("model/", "param/", 1): entry for name, entry in files.items() if name.startswith("model/")})
+
+
+def test_what_would_fail_half_way_is_refused_before(moe, tmp_path):
+    recipe, half, _, _ = moe
+    drawn = training_state(half)["random"]
+    short = {"ranks": drawn["ranks"], "states": dict.fromkeys(drawn["states"], "AAAA")}
+    cases = [
+        (copied(half, tmp_path / "a", lambda f: rewritten(f, random=short)), r"random.states.\w+: no state of torch"),
+        (copied(half, tmp_path / "b", lambda f: rewritten(f, random=drawn | {"ranks": drawn["ranks"][:1]})), "random: states of 1 ranks in a layout of 2"),
+        (copied(half, tmp_path / "c", bf16_main_parameters), "param: holds bfloat16 tensors .* it must hold float32 ones"),
+        (copied(half, tmp_path / "d", lambda f: rewritten(f, files={})), "state.json: files is empty"),
+        (copied(half, tmp_path / "e", lambda f: (f / "exp_avg" / "model.safetensors.index.json").write_text("{}")), "index.json is not among the files"),
+        (copied(half, tmp_path / "f", lambda f: (f / "state.json").write_text("[" * 100_000)), "state.json: cannot be read as JSON"),
+    ]
+    results = run_ranks(2, refusals, recipe, parse("tp2+ep2"), [(path, {}) for path, _ in cases], timeout=200)
+    assert results[0] == results[1] and len(results[0]) == len(cases)
+    for said, (_, wanted) in zip(results[0], cases, strict=True):
+        assert re.search(wanted, said) and "loaded in part" not in said, said
+
+
+def test_a_whole_checkpoint_beside_a_damaged_one_is_named(moe, tmp_path):
+    recipe, half, end, _ = moe
+    harms = {
+        "tensors": lambda f: os.truncate(f / end.name / "exp_avg" / "model.safetensors", 100),
+        "cut": lambda f: os.truncate(f / end.name / "state.json", 100),
+        "gone": lambda f: os.remove(f / end.name / "state.json"),
+        "both": lambda f: [os.remove(folder / "param" / "config.json") for folder in f.glob("step-*")],
+    }
+    cases = [(copied(half.parent, tmp_path / name, harm), {}) for name, harm in harms.items()]
+    results = run_ranks(2, refusals, recipe, parse("pp2"), cases, timeout=200)
+    assert results[0] == results[1] and len(results[0]) == len(cases)
+    for said, (root, _) in zip(results[0][:3], cases, strict=False):
+        assert said.endswith(f"; {root / half.name} is whole: load it by its folder"), said
+    assert results[0][3].endswith("param/config.json is missing; copy it again or take another; no other checkpoint beside it is whole")
+
+
 def test_another_model_is_refused_by_its_fields(moe, tmp_path):
     """The real thing, not an edited file: a dense model's run is given a mixture's checkpoint."""
     recipe = recipe_of(tmp_path, "dense")

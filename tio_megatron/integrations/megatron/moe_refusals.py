@@ -85,6 +85,14 @@ def has_balance_loss(config: TransformerConfig) -> bool:
     return bool(config.num_moe_experts) and "seq_aux_loss" in _each(config.moe_router_load_balancing_type) and any(_each(config.moe_aux_loss_coeff))
 
 
+def balance_coefficient(config: TransformerConfig) -> float:
+    """The coefficient of the sequence-wise auxiliary loss of a model that was not refused; 0 where it has none."""
+    if not has_balance_loss(config):
+        return 0.0
+    pairs = zip(_each(config.moe_router_load_balancing_type), _each(config.moe_aux_loss_coeff), strict=True)
+    return next(float(weight) for kind, weight in pairs if kind == "seq_aux_loss")
+
+
 def refuse_moe(config: TransformerConfig) -> None:
     """Refuse a config whose expert layers cannot obey the contract.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,23 @@ def import_state(model: torch.nn.Module, optimizer: Any, kind: str, saved: Check
 def optimizers(optimizer: Any) -> list[Any]:
     """The optimizers of a chain."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def group_of(optimizer: Any) -> Callable[[torch.nn.Parameter], Mapping[str, Any] | None] | None:
+    """Which parameter group of one optimizer steps a parameter: a function that says so, ``None`` for a parameter (or all) it holds nothing of here."""
+    if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer is None:
+        return None
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        places = optimizer.model_param_group_index_map
+        return lambda parameter: groups[places[parameter][0]] if parameter in places else None
+    held = {id(main): group for group in groups for main in group["params"]}
+
+    def find(parameter: torch.nn.Parameter) -> Mapping[str, Any] | None:
+        main = getattr(parameter, "main_param", None)
+        return held.get(id(parameter if main is None else main))
+
+    return find
 
 
 def _check(kind: str) -> None:

@@ -46,6 +46,22 @@ def packed(everyone: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {"ranks": ranks, "states": states}
 
 
+def check_random_states(saved: Mapping[str, Any], *, same_layout: bool, world: int) -> None:
+    """Refuse states that could not be put back, without touching any.
+
+    Raises:
+        ValueError: names the state.
+    """
+    if same_layout and len(saved["ranks"]) != world:
+        raise ValueError(f"random: states of {len(saved['ranks'])} ranks in a layout of {world}")
+    names = {theirs[name]: name for theirs in saved["ranks"] for name in theirs}
+    for key, name in names.items():
+        try:
+            _try(name, saved["states"][key])
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError, RecursionError) as error:
+            raise ValueError(f"random.states.{key}: no state of {name} ({str(error).splitlines()[0] if str(error) else error!r})") from error
+
+
 def restore_random_states(saved: Mapping[str, Any], rank: int, *, same_layout: bool) -> list[str]:
     """Put this rank's states back: all of them in the layout they come from, else those that were the same on every rank.
 
@@ -65,15 +81,27 @@ def restore_random_states(saved: Mapping[str, Any], rank: int, *, same_layout: b
     return kept
 
 
+def _try(name: str, text: str) -> None:
+    """Give a state to a generator of its own."""
+    if name == "torch":
+        torch.Generator().set_state(_tensor(text))
+    elif name == "python":
+        random.Random().setstate(_python(text))
+    elif name == "numpy":
+        numpy.random.RandomState().set_state(_numpy(text))
+    else:
+        ours = get_cuda_rng_tracker().get_states().get(name.removeprefix(TRACKED))
+        if isinstance(ours, torch.Tensor) and _tensor(text).numel() != ours.numel():
+            raise ValueError(f"{_tensor(text).numel()} bytes, one has {ours.numel()}")
+
+
 def _restore(name: str, text: str) -> bool:
     if name == "torch":
         torch.random.set_rng_state(_tensor(text))
     elif name == "python":
-        version, words, gauss = json.loads(text)
-        random.setstate((version, tuple(words), gauss))
+        random.setstate(_python(text))
     elif name == "numpy":
-        algorithm, keys, position, has_gauss, cached = json.loads(text)
-        numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state(_numpy(text))
     else:
         tracker, key = get_cuda_rng_tracker(), name.removeprefix(TRACKED)
         states = tracker.get_states()
@@ -81,6 +109,16 @@ def _restore(name: str, text: str) -> bool:
             return False
         tracker.set_states(states | {key: _tensor(text)})
     return True
+
+
+def _python(text: str) -> tuple[Any, ...]:
+    version, words, gauss = json.loads(text)
+    return version, tuple(words), gauss
+
+
+def _numpy(text: str) -> tuple[Any, ...]:
+    algorithm, keys, position, has_gauss, cached = json.loads(text)
+    return algorithm, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached
 
 
 def _text(state: torch.Tensor) -> str:

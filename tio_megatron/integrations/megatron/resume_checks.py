@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,15 +13,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tio_megatron import kernels
-from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, damaged_files, tensor_table
+from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, CheckpointError, damaged_files, tensor_table, unlisted_files
 from tio_megatron.contract import ModelShape
 from tio_megatron.integrations.megatron import state as in_force
 from tio_megatron.integrations.megatron.environments import environment
 from tio_megatron.integrations.megatron.grad_sums import ParameterSum, sums_of
-from tio_megatron.integrations.megatron.optimizer_state import optimizers
+from tio_megatron.integrations.megatron.optimizer_state import KINDS
 from tio_megatron.integrations.megatron.pieces import tensor_names
+from tio_megatron.integrations.megatron.random_states import check_random_states
+from tio_megatron.integrations.megatron.resume_fields import (
+    HELD,
+    PLAIN,
+    Kind,
+    group_dicts,
+    group_rows,
+    kind_of,
+    model_fields,
+    optimizer_fields,
+    plain,
+    schedule_fields,
+    tensor_kinds,
+    training_fields,
+)
 
 Value = TypeVar("Value")
+MODEL = "model"
+"""The folder of the weights, an HF checkpoint."""
 _SHOWN = 8
 
 
@@ -87,7 +102,7 @@ def local_state(
     position: Mapping[str, Any] | None,
     settings: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What this rank would write into ``state.json``. ``largest`` and ``groups`` hold its own part, the rest is the same on all ranks.
+    """What this rank would write into ``state.json``. ``largest``, ``groups`` and ``kinds`` hold its own part, the rest is the same on all ranks.
 
     Raises:
         ValueError: no contract is in force, the model was wrapped outside of it, gradients are half added up, or something is not JSON.
@@ -103,22 +118,24 @@ def local_state(
             raise ValueError(f"gradients are being added up ({p.name} has {p.terms} terms): save between two steps")
     return {
         "step": step,
-        "position": _plain("position", position),
-        "settings": _plain("settings", settings),
+        "position": plain("position", position),
+        "settings": plain("settings", settings),
         "contract": setting.contract.to_dict(),
         "fingerprint": setting.contract.fingerprint(kernels.version(setting.contract.family)),
         "kernels": kernels.version(setting.contract.family),
-        "model": _model_fields(config),
-        "schedule": None if schedule is None else _plain("schedule", schedule.state_dict()),
-        "optimizer": _options(optimizer),
+        "model": model_fields(model, config),
+        "training": training_fields(model),
+        "schedule": schedule_fields(schedule),
+        "optimizer": optimizer_fields(optimizer, schedule),
         "written": {"layout": layout(), "versions": environment()},
         "largest": _largest(model, config.shape),
-        "groups": list(_groups(optimizer)),
+        "groups": list(group_rows(optimizer, schedule)),
+        "kinds": {name: kind for name, kind in tensor_kinds(model, optimizer, config.shape).items() if kind != PLAIN},
     }
 
 
-def merged(everyone: list[tuple[dict[str, float], list[dict[str, Any]], Any, dict[str, Any]]]) -> dict[str, Any]:
-    """The state of all ranks as one.
+def merged(everyone: list[tuple[dict[str, float], list[dict[str, Any]], dict[str, Kind], dict[str, Any]]]) -> dict[str, Any]:
+    """The state of all ranks as one: largest partials, groups, tensors of another kind than the plain one, and what is the same on all.
 
     Raises:
         ValueError: ranks disagree, with what about.
@@ -126,12 +143,14 @@ def merged(everyone: list[tuple[dict[str, float], list[dict[str, Any]], Any, dic
     largest: dict[str, str] = {}
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     steps = set()
-    for rank, (theirs, rows, _, state) in enumerate(everyone):
+    kinds: dict[str, Kind] = {}
+    for rank, (theirs, rows, special, state) in enumerate(everyone):
         if differing := [name for name in state if state[name] != everyone[0][3][name]]:
             raise ValueError(f"rank {rank} and rank 0 would save another {', '.join(differing)}")
         for name, value in theirs.items():
             if largest.setdefault(name, value.hex()) != value.hex():
                 raise ValueError(f"rank {rank} remembers {value!r} as the largest partial of {name}, another rank {float.fromhex(largest[name])!r}")
+        kinds |= special
         for row in rows:
             steps.add(row["step"])
             known = groups.setdefault((row["wd_mult"], row["lr_mult"]), row)
@@ -139,8 +158,12 @@ def merged(everyone: list[tuple[dict[str, float], list[dict[str, Any]], Any, dic
                 raise ValueError(f"rank {rank}: parameter groups of one kind differ: {row} and {known}")
     if len(steps) != 1:
         raise ValueError(f"optimizers of one run have taken different numbers of steps: {sorted(steps)}")
+    rows = [
+        {name: value for name, value in groups[kind].items() if name != "step"} | {"tensors": sorted(name for name in kinds if kinds[name] == kind)}
+        for kind in sorted(groups)
+    ]
     state = dict(everyone[0][3])
-    state["optimizer"] = state["optimizer"] | {"step": steps.pop(), "groups": [{k: v for k, v in groups[key].items() if k != "step"} for key in sorted(groups)]}
+    state["optimizer"] = state["optimizer"] | {"step": steps.pop(), "groups": rows}
     return state | {"largest": dict(sorted(largest.items()))}
 
 
@@ -161,9 +184,9 @@ def same_files_everywhere(folder: Path, saved: Mapping[str, Any]) -> None:
     names = sorted(saved["files"], key=lambda name: (-saved["files"][name]["bytes"], name))[here.index(mine) :: len(here)]
 
     def look() -> None:
-        lines = damaged_files(folder, saved["files"], names)
+        lines = unlisted_files(folder, saved["files"]) + damaged_files(folder, saved["files"], names)
         if lines:
-            raise CheckpointError(f"{folder}: {'; '.join(lines[:_SHOWN])}; take an older checkpoint or copy it again")
+            raise CheckpointError(f"{folder}: {'; '.join(lines[:_SHOWN])}; copy it again or take another")
 
     agreed(look)
 
@@ -178,7 +201,7 @@ def check(
     settings: Mapping[str, Any] | None,
     allow: Collection[str],
 ) -> None:
-    """Refuse a checkpoint that does not go on as it would have gone on where it was written.
+    """Refuse a checkpoint that cannot be loaded whole, or does not go on as it would have gone on where it was written.
 
     Raises:
         ValueError: names every field that differs, as ``field: here / in the checkpoint``.
@@ -190,28 +213,52 @@ def check(
     lines += _differences("", {"kernels": kernels.version(setting.contract.family)}, {"kernels": saved["kernels"]})
     if lines:
         raise ValueError(f"{folder}: written under another contract (fingerprint {saved['fingerprint']}): {'; '.join(lines)}")
-    lines = _differences("model", _model_fields(config), saved["model"])
+    lines = _differences("model", model_fields(model, config), saved["model"])
     if lines:
         raise ValueError(f"{folder}: the checkpoint of another model: {'; '.join(lines)}")
     if (schedule is None) != (saved["schedule"] is None):
         raise ValueError(f"{folder}: it was saved {'without' if schedule is not None else 'with'} a schedule, and resumes the same way")
-    lines = [] if settings is None else _differences("settings", _plain("settings", settings), saved["settings"])
+    lines = [] if settings is None else _differences("settings", plain("settings", settings), saved["settings"])
+    lines += _differences("training", training_fields(model), saved["training"])
     if schedule is not None:
         # Steps are where it stands, not what it is.
-        lines += _differences("schedule", _plain("schedule", schedule.state_dict()) | {"num_steps": 0}, saved["schedule"] | {"num_steps": 0})
+        lines += _differences("schedule", (schedule_fields(schedule) or {}) | {"num_steps": 0}, saved["schedule"] | {"num_steps": 0})
     known = {name: value for name, value in saved["optimizer"].items() if name not in ("step", "groups")}
-    lines += _differences("optimizer", _options(optimizer), known)
-    rows = {(row["wd_mult"], row["lr_mult"]): row for row in saved["optimizer"]["groups"]}
-    for row in _groups(optimizer):
-        found = rows.get((row["wd_mult"], row["lr_mult"]))
-        if found is None:
-            lines.append(f"optimizer.groups: one with wd_mult {row['wd_mult']} and lr_mult {row['lr_mult']} / none")
-        else:
-            lines += [f"optimizer.{name}: {row[name]} / {found[name]}" for name in ("betas", "eps") if row[name] != found[name]]
+    lines += _differences("optimizer", optimizer_fields(optimizer, schedule), known)
+    lines += _group_differences(model, optimizer, schedule, config.shape, saved["optimizer"]["groups"])
     lines = [line for line in dict.fromkeys(lines) if line.split(":")[0] not in allow]
     if lines:
         raise ValueError(f"{folder}: written by another training (here / there; allow=[...] lets fields differ): {'; '.join(lines)}")
     _largest_here(model, config.shape, saved["largest"])
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    try:
+        check_random_states(saved["random"], same_layout=layout() == saved["written"]["layout"], world=world)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    for name in (MODEL, *KINDS):
+        with Checkpoint(folder / name) as found:
+            wanted = (config.shape, config.dtype if name == MODEL else "float32")
+            if (found.config.shape, found.config.dtype) != wanted:
+                raise ValueError(f"{folder / name}: holds {found.config.dtype} tensors of {found.config.shape}, it must hold {wanted[1]} ones of {wanted[0]}")
+
+
+def _group_differences(model: torch.nn.Module, optimizer: Any, schedule: Any, shape: ModelShape, saved: list[dict[str, Any]]) -> list[str]:
+    """Numbers of parameter groups, and tensors that are in a group of another kind."""
+    rows = {(row["wd_mult"], row["lr_mult"]): row for row in saved}
+    lines = []
+    for row in group_rows(optimizer, schedule):
+        found = rows.get((row["wd_mult"], row["lr_mult"]))
+        if found is None:
+            lines.append(f"optimizer.groups: one with wd_mult {row['wd_mult']} and lr_mult {row['lr_mult']} / none")
+        else:
+            lines += [f"optimizer.{name}: {row[name]} / {found[name]}" for name in HELD if row[name] != found[name]]
+    there = {name: kind for kind, row in rows.items() for name in row["tensors"]}
+    moved: dict[str, list[str]] = {}
+    for name, here in tensor_kinds(model, optimizer, shape).items():
+        for field, ours, theirs in zip(("wd_mult", "lr_mult"), here, there.get(name, PLAIN), strict=True):
+            if ours != theirs:
+                moved.setdefault(f"optimizer.{field}: {ours} / {theirs}", []).append(name)
+    return lines + [f"{line} of {min(names)}" for line, names in moved.items()]
 
 
 def set_largest(model: torch.nn.Module, shape: ModelShape, largest: Mapping[str, str]) -> None:
@@ -222,14 +269,14 @@ def set_largest(model: torch.nn.Module, shape: ModelShape, largest: Mapping[str,
         sums.reset()
 
 
-def set_optimizer(optimizer: Any, schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Steps, learning rates and weight decays of every group."""
+def set_optimizer(optimizer: Any, schedule: Any, saved: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+    """Steps, learning rates and weight decays of every group; what ``allow`` names stays this run's."""
     rows = {(row["wd_mult"], row["lr_mult"]): row for row in saved["optimizer"]["groups"]}
-    for group in _group_dicts(optimizer):
+    for group in group_dicts(optimizer):
         group["step"] = saved["optimizer"]["step"]
-        found = rows.get(_kind(group))
+        found = rows.get(kind_of(group))
         if found is not None:
-            group["lr"], group["weight_decay"] = found["lr"], found["weight_decay"]
+            group.update({name: found[name] for name in ("lr", "weight_decay") if f"optimizer.{name}" not in allow})
     if schedule is not None:
         # Not its load_state_dict: that adds the steps to those already taken.
         schedule.num_steps = saved["schedule"]["num_steps"]
@@ -266,47 +313,6 @@ def _largest_here(model: torch.nn.Module, shape: ModelShape, largest: Mapping[st
             raise ValueError(f"{', '.join(names)} are one sum here, but the checkpoint has different largest partials of them")
         pairs.append((p, values.pop()))
     return pairs
-
-
-def _group_dicts(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in optimizers(optimizer):
-        if getattr(part, "optimizer", None) is not None:
-            yield from part.optimizer.param_groups
-
-
-def _kind(group: Mapping[str, Any]) -> tuple[float, float]:
-    return float(group.get("wd_mult", 1.0)), float(group.get("lr_mult", 1.0))
-
-
-def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for group in _group_dicts(optimizer):
-        wd_mult, lr_mult = _kind(group)
-        numbers = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
-        yield {"wd_mult": wd_mult, "lr_mult": lr_mult, "betas": [float(b) for b in group["betas"]], "step": int(group["step"]), **numbers}
-
-
-def _options(optimizer: Any) -> dict[str, Any]:
-    modes = {bool(part.optimizer.adam_w_mode) for part in optimizers(optimizer) if getattr(part, "optimizer", None) is not None}
-    return {"clip_grad": float(optimizers(optimizer)[0].config.clip_grad), "adam_w_mode": True in modes}
-
-
-def _model_fields(config: CheckpointConfig) -> dict[str, Any]:
-    """Of the model, what decides a byte."""
-    fields = dataclasses.asdict(config.shape) | {"dtype": config.dtype, "rms_eps": config.rms_eps, "rope_theta": config.rope_theta}
-    return _plain("model", fields | {"normalise": config.normalise})
-
-
-def _plain(what: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps({} if value is None else dict(value), default=_path))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: only JSON's types can be saved ({error})") from error
-
-
-def _path(value: Any) -> str:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise TypeError(f"{type(value).__name__} is not one of them")
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,16 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, TrainingDraft, latest_training, training_state, write_checkpoint
+from tio_megatron.checkpoint import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointError,
+    TrainingDraft,
+    latest_training,
+    training_state,
+    whole_beside,
+    write_checkpoint,
+)
 from tio_megatron.integrations.megatron import resume_checks as checks
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state, import_state
 from tio_megatron.integrations.megatron.random_states import packed, random_states, restore_random_states
+from tio_megatron.integrations.megatron.resume_checks import MODEL
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
 
 logger = logging.getLogger(__name__)
-
-MODEL = "model"
-"""The folder of the weights, an HF checkpoint."""
 
 AGREE_EVERY = 256 << 20
 """Bytes after which ranks ask rank 0 whether it can still write."""
@@ -69,7 +76,7 @@ def save_training(
         model: this rank's model in DDP, wrapped under ``apply()``, between two steps.
         optimizer: what ``get_megatron_optimizer`` gave.
         schedule: ``OptimizerParamScheduler``, or ``None`` where the caller sets learning rates.
-        config: the configuration of the model's HF checkpoint.
+        config: the configuration of the model's HF checkpoint; refused if the model was built with other numbers.
         step: steps taken; names the checkpoint.
         position: where the data stands, in JSON's types.
         settings: what else decides the future (seeds, sizes of batches), in JSON's types; :func:`load_training` compares it.
@@ -83,7 +90,8 @@ def save_training(
     """
     root, first = Path(root), _rank() == 0
     state = checks.agreed(lambda: checks.local_state(model, optimizer, schedule, config, step=step, position=position, settings=settings))
-    everyone = checks.gathered((state.pop("largest"), state.pop("groups"), random_states(), state))
+    everyone = checks.gathered((state.pop("largest"), state.pop("groups"), state.pop("kinds"), state))
+    randoms = checks.gathered(random_states())
     if getattr(model, "ddp_config", None) is not None and getattr(model.ddp_config, "overlap_param_gather", False):
         model.start_param_sync(force_sync=True)  # else weights of other ranks' shards arrive only with the next forward pass
     with ExitStack() as stack:
@@ -91,7 +99,7 @@ def save_training(
 
         def begin() -> dict[str, Any]:
             nonlocal draft
-            merged = checks.merged(everyone) | {"random": packed([theirs[2] for theirs in everyone])}
+            merged = checks.merged(everyone) | {"random": packed(randoms)}
             if first:
                 draft = stack.enter_context(TrainingDraft(root, step, checks.bytes_of(config)))
             return merged
@@ -128,12 +136,16 @@ def load_training(
         allow: names of fields that may differ (``"settings.lr"``, ``"schedule.max_lr"``, ``"optimizer.clip_grad"``); this run's values hold.
 
     Raises:
-        CheckpointError: on all ranks, with one message: no checkpoint, a file missing, truncated or altered, another contract, model or
-            training, with the fields named.
+        CheckpointError: on all ranks, with one message: no checkpoint, a file missing, truncated or altered (and which checkpoint beside it is
+            whole), another contract, model or training, with the fields named.
     """
     folder = Path(checks.from_first(lambda: str(latest_training(path))))
-    saved = checks.agreed(lambda: training_state(folder))
-    checks.same_files_everywhere(folder, saved)
+    try:
+        saved = checks.agreed(lambda: training_state(folder))
+        checks.same_files_everywhere(folder, saved)
+    except CheckpointError as error:  # on all ranks
+        beside = checks.from_first(lambda: whole_beside(folder.parent, damaged=folder))
+        raise CheckpointError(f"{error}; {beside}") from error
     checks.agreed(lambda: checks.check(folder, saved, model, optimizer, schedule, config, settings, allow))
 
     def take() -> list[str]:
@@ -143,7 +155,7 @@ def load_training(
             with Checkpoint(folder / kind) as tensors:
                 import_state(model, optimizer, kind, tensors)
         checks.set_largest(model, config.shape, saved["largest"])
-        checks.set_optimizer(optimizer, schedule, saved)
+        checks.set_optimizer(optimizer, schedule, saved, allow)
         here = checks.layout()
         return restore_random_states(saved["random"], _rank(), same_layout=here == saved["written"]["layout"])
 
