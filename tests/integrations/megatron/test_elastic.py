@@ -213,7 +213,7 @@ def test_refusals_name_what_differs_and_change_nothing(moe, tmp_path):
         (copied(half, tmp_path / "g", lambda f: rewritten(f, optimizer=state["optimizer"] | {"clip_grad": 2.0})), {}, ["optimizer.clip_grad: 1.0 / 2.0"]),
         (copied(half, tmp_path / "h", lambda f: rewritten(f, schedule=state["schedule"] | {"min_lr": 0.5})), {}, ["schedule.min_lr: 0.0002 / 0.5"]),
         (copied(half, tmp_path / "i", lambda f: rewritten(f, schedule=None)), {}, ["saved without a schedule"]),
-        (copied(half, tmp_path / "j", lambda f: rewritten(f, largest={})), {}, ["no largest partial of model.embed_tokens.weight"]),
+        (copied(half, tmp_path / "j", lambda f: rewritten(f, largest={})), {}, ["/j: the checkpoint has no largest partial of model.embed_tokens.weight"]),
         (tmp_path / "nothing", {}, ["no training checkpoint here"]),
     ]
     cut = parse("dp2", distributed_optimizer=True)

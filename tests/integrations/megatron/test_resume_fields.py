@@ -1,6 +1,7 @@
 """A run is resumed with the options that decide its bytes, or refused with the option and both values; options that only cut the work may differ."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -156,8 +157,6 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_option_is_refused_with_both_values(said, name):
-    import re
-
     assert re.search(REFUSED[name][2], said[name]), said[name] or "accepted"
 
 

@@ -229,9 +229,9 @@ def check(
     lines = [line for line in dict.fromkeys(lines) if line.split(":")[0] not in allow]
     if lines:
         raise ValueError(f"{folder}: written by another training (here / there; allow=[...] lets fields differ): {'; '.join(lines)}")
-    _largest_here(model, config.shape, saved["largest"])
     world = dist.get_world_size() if dist.is_initialized() else 1
     try:
+        _largest_here(model, config.shape, saved["largest"])
         check_random_states(saved["random"], same_layout=layout() == saved["written"]["layout"], world=world)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
