@@ -50,8 +50,11 @@ class Server:
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", "64", "--max-model-len", "1024", "--max-num-seqs", "8"]
+        command += ["--kv-cache-memory-bytes", str(256 << 20)]  # left alone vLLM wants nine tenths of the memory, and refuses to start where others use it
         command += ["--worker-extension-cls", "tio_megatron.integrations.vllm.worker.WorkerExtension", "--weight-transfer-config", '{"backend": "tio"}']
-        keep = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        # An eager engine in this process has switched the compiler off for what it starts; the server is a process of its own.
+        dropped = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+        keep = {name: value for name, value in os.environ.items() if name not in dropped}
         with log.open("w") as out:
             self.process = subprocess.Popen(command, env=keep | environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 

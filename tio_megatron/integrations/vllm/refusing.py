@@ -125,6 +125,8 @@ def raise_refusals(stock: Callable[..., Any]) -> Callable[..., Any]:
             if state is not None and state.queue is not None:
                 state.queue.put(error)
         if any(state is not None and state.queue is None for state in states):
+            # The caller's other requests go with this one: refused too, but perhaps a step later, they would end the caller's next call.
+            self.abort_requests([name for name, state in self.request_states.items() if state.queue is None], internal=True)
             raise error
         return processed
 
