@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -179,13 +180,39 @@ def broken_off(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> Itera
     raise KeyError("the trainer failed")
 
 
+@contextlib.contextmanager
+def one_refusal_a_step(llm: Any) -> Iterator[None]:
+    """Of several answers that the core gives at once the front end gets one now and the others in later steps: so they may come from another process."""
+    core, waiting = llm.llm_engine.engine_core, []
+    stock = core.get_output
+
+    def get_output() -> Any:
+        if waiting:
+            return waiting.pop(0)
+        found = stock()
+        for one in found.outputs[1:]:
+            part = copy.copy(found)
+            part.outputs = [one]
+            waiting.append(part)
+        found.outputs = found.outputs[:1]
+        return found
+
+    core.get_output = get_output
+    try:
+        yield
+    finally:
+        core.get_output = stock
+        for part in waiting:  # still on their way when the next call comes
+            llm.llm_engine.output_processor.process_outputs(part.outputs)
+
+
 def aborted_push_and_back(engine: Engine, folder: Path) -> None:
     """Half of ``folder`` is pushed: requests are refused with the reason, twice, and the engine lives; all of it is pushed: right bytes."""
     asked = prompts((5, 150), seed=21)
     with pytest.raises(KeyError):
         push_weights(engine.llm, broken_off(Checkpoint(folder).tensors(), 20), engine.contract, bucket_bytes=100_000)
     for _ in range(2):
-        with pytest.raises(ValueError, match="weights are not whole: an update of the weights was aborted; load all of them again"):
+        with one_refusal_a_step(engine.llm), pytest.raises(ValueError, match="weights are not whole: an update of the weights was aborted; load all"):
             engine.generate(asked)
     push_weights(engine.llm, Checkpoint(folder).tensors(), engine.contract, bucket_bytes=100_000)
     engine.check(engine.generate(asked), engine.teacher(folder), what="after an aborted push")
