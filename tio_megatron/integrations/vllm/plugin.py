@@ -12,7 +12,6 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
-from tio_megatron.integrations import devices
 
 MODELS = {
     "Qwen3MoeForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3MoeForCausalLM",
@@ -69,6 +68,7 @@ def activate(contract: Contract) -> None:
         if _contract != contract:
             raise ValueError(f"another contract is in force (in force / asked for: {'; '.join(_contract.differences(contract))})")
         return
+    from tio_megatron.integrations import devices  # torch comes with it, which a process without the plug-in need not have yet
     from tio_megatron.integrations.vllm import front, platforms, refusals
 
     refusals.check_versions()
