@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from examples.qwen3_moe.report import replace_file
 from tio_megatron import rl
 from tio_megatron.verify.monitor.event_file import EventFile
+from tio_megatron.verify.monitor.lines import append_line
 
 Metrics = dict[str, Any]
 """One step: names of numbers, in the order in which they are written."""
@@ -77,18 +76,7 @@ class MetricsFile:
         Raises:
             OSError: it cannot be written; the file then ends with the line before.
         """
-        line = _line(step)
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            size = os.fstat(file).st_size
-            try:
-                if os.write(file, line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            except OSError:
-                os.ftruncate(file, size)
-                raise
-        finally:
-            os.close(file)
+        append_line(self.path, _line(step))
         self._record(step)
 
     def _record(self, step: Metrics) -> None:
@@ -111,7 +99,7 @@ def ends(steps: Sequence[Metrics], name: str = "reward", window: int = 5) -> tup
     """The mean of a number over the first and over the last steps.
 
     >>> ends([{"reward": reward} for reward in (0.0, 0.5, 1.0)], window=2)
-    (0.25, 0.75)
+    (0.0, 1.0)
     """
     window = max(1, min(window, len(steps) // 2))
     first, last = steps[:window], steps[-window:]

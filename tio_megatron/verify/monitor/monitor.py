@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from tio_megatron.verify.logdiff import logdiff
 from tio_megatron.verify.monitor.bundle import write_bundle
 from tio_megatron.verify.monitor.event_file import EventFile
+from tio_megatron.verify.monitor.lines import append_line
 from tio_megatron.verify.monitor.sides import Side, pair
 from tio_megatron.verify.readers.scored import Scored
 
@@ -91,7 +91,8 @@ class Monitor:
         sides = pair(tokens, trainer, rollout, mask)
         found = _numbers(sides)
         numbers: Numbers = {**found, **more}
-        _append(self.folder / "metrics.jsonl", {"step": step, **{name: _plain(value) for name, value in numbers.items()}})
+        line = {"step": step, **{name: _plain(value) for name, value in numbers.items()}}
+        append_line(self.folder / "metrics.jsonl", json.dumps(line, allow_nan=False).encode() + b"\n")
         self._events.add(step, {f"tio/{name}": float(value) for name, value in numbers.items()})
         largest = math.inf if found["nonfinite"] else found["logdiff_max"]
         stops = self.stop_above is not None and largest > self.stop_above
@@ -146,22 +147,6 @@ def _numbers(sides: Sequence[Side]) -> Numbers:
         "tokens": found.tokens,
         "nonfinite": nonfinite,
     }
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """One line, whole or not at all: a write that fails in the middle is taken back."""
-    content = json.dumps(line, allow_nan=False).encode() + b"\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        try:
-            if os.write(file, content) != len(content):
-                raise OSError(f"{path}: the disk is full")
-        except OSError:
-            os.ftruncate(file, size)
-            raise
-    finally:
-        os.close(file)
 
 
 def _plain(value: float | int) -> float | int | None:

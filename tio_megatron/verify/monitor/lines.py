@@ -1,0 +1,26 @@
+"""Lines of a file that others read while it grows."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append ``line`` whole or not at all: a write that fails in the middle is taken back.
+
+    Raises:
+        OSError: it cannot be written; the file then ends with the line before.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        try:
+            if os.write(file, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
