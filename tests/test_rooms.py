@@ -18,9 +18,10 @@ MAY_IMPORT = {
     "checkpoint": {"contract"},
     "layers": {"contract", "kernels", "collectives"},
     "rl": {"contract", "kernels", "collectives", "layers"},
+    "rollouts": {"contract", "checkpoint"},
     "integrations": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl"},
-    "verify": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl", "integrations"},
-    "commands": {"contract", "verify"},
+    "verify": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
+    "commands": {"contract", "checkpoint", "rollouts", "verify"},
     "testing": {"contract", "checkpoint"},
 }
 """What each room may import besides itself. ``verify`` and ``testing`` stand beside the house and are in nobody's list."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import tio_megatron
-from tio_megatron.commands import diagnose, doctor, logdiff, matrix, plan, record
+from tio_megatron.commands import diagnose, doctor, logdiff, matrix, plan, record, rollouts
 
 app = typer.Typer(
     name="tio",
@@ -26,6 +26,7 @@ app.command(epilog=diagnose.EPILOG)(diagnose.diagnose)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.command(epilog=plan.EPILOG)(plan.plan)
 app.command(epilog=matrix.EPILOG)(matrix.matrix)
+app.add_typer(rollouts.app)
 
 
 def _version(wanted: bool) -> None:

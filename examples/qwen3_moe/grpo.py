@@ -7,7 +7,7 @@ holds what belongs to the prediction of token ``t + 1``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from tio_megatron.layers.context import all_tokens, own_tokens
 class Samples:
     """What one step sampled: whole sequences, the length of each one's prompt, and for each response token the rollout's log-probability.
 
-    ``rewards`` and ``groups`` (the number of its prompt) have one entry per sequence.
+    ``rewards``, ``groups`` (the number of its prompt) and ``seeds`` (of its sampling) have one entry per sequence.
     """
 
     sequences: list[list[int]]
@@ -34,6 +34,7 @@ class Samples:
     logprobs: list[list[float]]
     rewards: list[float]
     groups: list[int]
+    seeds: list[int]
 
     @property
     def lengths(self) -> list[int]:
@@ -42,7 +43,7 @@ class Samples:
 
     def part(self, lo: int, hi: int) -> Samples:
         """The sequences numbered ``lo`` to ``hi``."""
-        return Samples(self.sequences[lo:hi], self.prompts[lo:hi], self.logprobs[lo:hi], self.rewards[lo:hi], self.groups[lo:hi])
+        return Samples(*(getattr(self, each.name)[lo:hi] for each in fields(self)))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from examples.qwen3_moe import tasks
 from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.grpo import Learned, PolicyTrainer, Samples
 from examples.qwen3_moe.job import environment
+from examples.qwen3_moe.kept_rollouts import KeptRollouts
 from examples.qwen3_moe.prompts import Request
 from examples.qwen3_moe.rl_metrics import Metrics, MetricsFile, measure, read
 from examples.qwen3_moe.rl_options import RlOptions
@@ -27,6 +28,7 @@ from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.integrations.megatron.train_state import load_training, save_training
 
 CHECKPOINTS = "checkpoints"
+ROLLOUTS = "rollouts"
 PAGE = 64
 MOST_AT_ONCE = 256
 """Requests that the engine decodes together."""
@@ -66,10 +68,11 @@ class Loop:
             raise InputProblem(f"--steps {options.steps}: the newest checkpoint below {options.job.out} has {first}; ask for more, or leave out --resume")
         with world.on_first(self._start_engine) or contextlib.nullcontext() as engine:
             file = world.on_first(lambda: MetricsFile(options.job.out, done))
+            kept = world.on_first(self._open_rollouts) if options.keep_rollouts else None
             name = f"{'stock ' if options.stock else ''}GRPO on '{options.task}', Megatron {options.trainer}, vLLM {self.rollout}"
             with self.screen.bar(name, options.steps) as advance:
                 for number in range(first, options.steps):
-                    found = self._step(trainer, engine, number)
+                    found = self._step(trainer, engine, number, kept)
 
                     def keep(found: Metrics = found, number: int = number) -> None:
                         assert file is not None
@@ -117,7 +120,11 @@ class Loop:
             raise InputProblem(f"{path}: the checkpoint beside it has {count} steps, the file has not all of them; start the run anew without --resume")
         return found
 
-    def _step(self, trainer: PolicyTrainer, engine: Rollout | None, number: int) -> Metrics:
+    def _open_rollouts(self) -> KeptRollouts:
+        """The store below ``--out`` (rank 0): of this run alone, unless it goes on from a checkpoint."""
+        return KeptRollouts(self.options.job.out / ROLLOUTS, self.contract, self.options.job.temperature, f"vllm {self.rollout}", self.options.resume)
+
+    def _step(self, trainer: PolicyTrainer, engine: Rollout | None, number: int, kept: KeptRollouts | None) -> Metrics:
         options, began = self.options, time.monotonic()
         weights = self.scratch / f"weights-{number}"
         digests = trainer.export(weights)
@@ -126,7 +133,10 @@ class Loop:
             assert engine is not None
             engine.update(weights, digests)
             shutil.rmtree(weights)
-            return self._sample(engine, number)
+            found = self._sample(engine, number)
+            if kept is not None:
+                kept.add(found, step=number + 1, weights=manifest_digest(digests))
+            return found
 
         samples = self.world.from_first(sample)
         size = options.job.micro_batch_size
@@ -172,6 +182,7 @@ class Loop:
             logprobs=[logprobs for _, logprobs in sampled],
             rewards=[tasks.grade(asked[prompt], words.decode(tokens)) for prompt, (tokens, _) in zip(groups, sampled, strict=True)],
             groups=groups,
+            seeds=[request.seed for request in requests],
         )
 
     def _start_engine(self) -> Rollout:

@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   bash launch/qwen3_moe.sh rl --ep 2 --tp 1 --rollout tp2+ep           other layouts: the same run, number by number
   bash launch/qwen3_moe.sh rl --task reverse --temperature 0.8         another task, another temperature on both sides
   bash launch/qwen3_moe.sh rl --save-every 10 --steps 20               checkpoints; later: rl --resume --steps 40
+  bash launch/qwen3_moe.sh rl --keep-rollouts                          a store of rollouts; then: tio rollouts show out/rl/rollouts
   bash launch/qwen3_moe.sh rl --stock                                  the same loop with the packages as they are: off policy from the first step
   bash launch/qwen3_moe.sh rl --model ~/Qwen3-30B-A3B                  your own HF folder, with its tokenizer
 
@@ -43,6 +44,7 @@ class RlOptions:
     clip_high: float
     warm_steps: int
     save_every: int
+    keep_rollouts: bool
     resume: bool
     stock: bool
 
@@ -85,6 +87,9 @@ def parser(world: int | None = None) -> argparse.ArgumentParser:
     rl.add_argument("--clip", type=float, default=0.2, help="how far below 1 the importance ratio counts (0.2)")
     rl.add_argument("--clip-high", type=float, default=0.28, help="how far above 1 (0.28)")
     rl.add_argument("--save-every", type=int, default=0, metavar="N", help="checkpoints of the training below --out, every N steps (0: none)")
+    rl.add_argument(
+        "--keep-rollouts", action="store_true", help="keep every step's rollouts in rollouts/ below --out, to be scored again or drawn from: tio rollouts"
+    )
     rl.add_argument("--resume", action="store_true", help="go on from the newest checkpoint below --out, in any layout; the numbers are those of one run")
     rl.add_argument("--stock", action="store_true", help="the packages as they are, without tio_megatron; writes to stock/ below --out")
     rl.add_argument("--out", type=Path, default=Path("out/rl"), metavar="DIR", help="metrics.jsonl, event files, rl.png, logs (out/rl)")
@@ -160,6 +165,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> RlOptions:
         clip_high=a.clip_high,
         warm_steps=warm,
         save_every=a.save_every,
+        keep_rollouts=a.keep_rollouts,
         resume=a.resume,
         stock=a.stock,
     )

@@ -56,7 +56,7 @@ def run(table: Table, folder: Path, progress: Callable[[Side], None] = lambda si
     recordings = {}
     for side in table.sides:
         progress(side)
-        recordings[side] = _record(table, side, folder)
+        recordings[side] = record(table, side, folder)
     cells = []
     for trainer in table.trainers:
         for rollout in table.rollouts:
@@ -65,13 +65,18 @@ def run(table: Table, folder: Path, progress: Callable[[Side], None] = lambda si
     return cells
 
 
-def _record(table: Table, side: Side, folder: Path) -> Path:
+def record(table: Table, side: Side, folder: Path, temperature: float = 1.0) -> Path:
+    """Score the table's tokens with one side, in a process of its own; returns the recording.
+
+    Raises:
+        SideFailed: the engine could not be run.
+    """
     name = re.sub(r"[^A-Za-z0-9]+", "-", str(side))
     out, settings, log = folder / f"{name}.jsonl", folder / f"{name}.side.json", folder / f"{name}.log"
     for old in (out, *folder.glob(f"{name}.rank*.jsonl")):
         old.unlink(missing_ok=True)
     what = {"engine": side.engine, "words": side.words, "stock": side.stock, "model": str(table.model), "tokens": table.tokens}
-    write_whole(settings, json.dumps({**what, "contract": table.contract.to_json()}).encode())
+    write_whole(settings, json.dumps({**what, "contract": table.contract.to_json(), "temperature": temperature}).encode())
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"PYTHONWARNINGS": "ignore"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     if side.engine == "megatron":

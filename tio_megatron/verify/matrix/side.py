@@ -18,11 +18,19 @@ Tokens = Sequence[Sequence[int]]
 Logprobs = list[list[float]]
 
 
-def score(engine: str, model: Path, tokens: Tokens, *, words: str, stock: bool, contract: str) -> Logprobs | None:
-    """Log-probabilities of all tokens but each sequence's first; None on a rank that does not hold them."""
+def score(engine: str, model: Path, tokens: Tokens, *, words: str, stock: bool, contract: str, temperature: float = 1.0) -> Logprobs | None:
+    """Log-probabilities of all tokens but each sequence's first; None on a rank that does not hold them.
+
+    Raises:
+        ValueError: a temperature that the engine does not apply to given tokens.
+    """
+    if engine == "megatron" and not stock:
+        return _megatron(model, tokens, words, contract, temperature)
+    if temperature != 1.0:
+        raise ValueError(f"{engine}{' (stock)' if stock else ''} scores given tokens at temperature 1 alone, {temperature} was asked for: score with megatron")
     if engine == "hf":
         return _hf(model, tokens, words)
-    return (_vllm if engine == "vllm" else _megatron)(model, tokens, words, None if stock else contract)
+    return _megatron(model, tokens, words, None) if engine == "megatron" else _vllm(model, tokens, words, None if stock else contract)
 
 
 def _hf(model: Path, tokens: Tokens, dtype: str) -> Logprobs:
@@ -66,7 +74,7 @@ def _vllm(model: Path, tokens: Tokens, words: str, contract: str | None) -> Logp
     return scored
 
 
-def _megatron(model: Path, tokens: Tokens, words: str, contract: str | None) -> Logprobs | None:
+def _megatron(model: Path, tokens: Tokens, words: str, contract: str | None, temperature: float = 1.0) -> Logprobs | None:
     import torch
     import torch.distributed as dist
 
@@ -99,16 +107,15 @@ def _megatron(model: Path, tokens: Tokens, words: str, contract: str | None) -> 
         load_weights(built, checkpoint)
         if held is None:
             return stock_logprobs(built, tokens, config.shape.vocab)
-        scores = token_logprobs(built, tokens, batch=1)
+        scores = token_logprobs(built, tokens, batch=1, temperature=temperature)
         return None if scores is None else [row.tolist() for row in scores.logprobs]
 
 
 def main(settings: Mapping[str, Any], out: Path) -> None:
     """Score and write; of ranks that hold the same, the lowest writes."""
     warnings.simplefilter("ignore")
-    found = score(
-        settings["engine"], Path(settings["model"]), settings["tokens"], words=settings["words"], stock=settings["stock"], contract=settings["contract"]
-    )
+    named = {name: settings[name] for name in ("words", "stock", "contract", "temperature")}
+    found = score(settings["engine"], Path(settings["model"]), settings["tokens"], **named)
     if found is None:
         return
     lines = [json.dumps({"tokens": list(ids), "logprobs": logprobs}) for ids, logprobs in zip(settings["tokens"], found, strict=True)]

@@ -17,13 +17,17 @@ def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
 
     Args:
         path: JSONL (verl's ``rollout_data_dir`` dumps too), safetensors or npz; a folder of JSONL files (``1.jsonl``, ``2.jsonl``, ... as verl
-            names them) is read in the order of their numbers.
+            names them) is read in the order of their numbers; so is a store of rollouts.
         field: which log-probabilities, where a file holds several (``rollout_log_probs``, ``old_log_probs``).
 
     Raises:
         ValueError: no such file, an unknown or damaged one, or an entry that is no log-probability; says where.
     """
     path = Path(path)
+    if path.is_dir() and (path / "store.json").is_file():
+        for file in sorted(path.glob("*.safetensors")):
+            yield from read_safetensors(file, field)
+        return
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"), key=lambda file: (not file.stem.isdigit(), int(file.stem) if file.stem.isdigit() else 0, file.name))
         if not files:

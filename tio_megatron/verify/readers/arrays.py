@@ -1,6 +1,7 @@
 """Recordings as arrays, in npz or safetensors: ours (:class:`tio_megatron.verify.recording.Recording`), and plain tables.
 
-Ours: ``lengths`` [B], ``tokens`` [sum of lengths], ``logprobs`` [sum of (length - 1)], sequences end to end. A table: ``tokens`` (or another name of
+Ours: ``lengths`` [B], ``tokens`` [sum of lengths], ``logprobs`` [sum of (length - 1)], sequences end to end. A batch of a store of rollouts: the same
+with ``prompts`` [B] and ``logprobs`` [sum of (length - prompt)]. A table: ``tokens`` (or another name of
 token ids) [B, S] and ``logprobs`` [B, S] or [B, S - 1], with ``lengths`` [B] or ``mask`` [B, S] if rows are padded.
 """
 
@@ -76,7 +77,7 @@ def read_safetensors(path: Path, field: str | None) -> Iterator[Scored]:
 
 
 def _known(name: str, field: str | None) -> bool:
-    return name == field or name in (*LOGPROB_FIELDS, *TOKEN_FIELDS, "lengths", "mask")
+    return name == field or name in (*LOGPROB_FIELDS, *TOKEN_FIELDS, "lengths", "prompts", "mask")
 
 
 def _sequences(arrays: Mapping[str, _Flat], field: str | None, where: str, names: list[str]) -> Iterator[Scored]:
@@ -109,10 +110,13 @@ def _end_to_end(tokens: _Flat, logprobs: _Flat, arrays: Mapping[str, _Flat], whe
     if any(length < 1 for length in lengths) or tokens.shape != (total,):
         raise ValueError(f"{where}: the lengths add up to {total}, there are {tokens.shape[0]} tokens")
     given = logprobs.shape[0] if len(logprobs.shape) == 1 else -1
-    if given not in (total, total - len(lengths)):
+    ways = [[0] * len(lengths), [1] * len(lengths)]
+    if "prompts" in arrays and arrays["prompts"].shape == (len(lengths),):
+        ways.append([int(count) for count in arrays["prompts"].take(len(lengths))])
+    unscored = next((way for way in ways if given == total - sum(way)), None)
+    if unscored is None or any(not 0 <= count <= length for count, length in zip(unscored, lengths, strict=True)):
         raise ValueError(f"{where}: {list(logprobs.shape)} log-probabilities for {total} tokens in {len(lengths)} sequences")
-    missing = 0 if given == total else 1
-    for index, length in enumerate(lengths):
+    for index, (length, missing) in enumerate(zip(lengths, unscored, strict=True)):
         yield Scored(_ids(tokens, length, where), logprobs.take(length - missing).astype(np.float32), f"{where}, sequence {index}")
 
 
