@@ -37,7 +37,7 @@ def test_what_hf_computes_is_recorded(kind, checkpoints, tmp_path):
     model = load_hf(checkpoints[kind])
     record_hf(model, SEQUENCES, tmp_path / "a", keep=["all"], full_vocab=True)
     trace = open_trace(tmp_path / "a")
-    assert [point.name for point in trace.graph] == trace.names, "every point of the model"
+    assert [point.name for point in trace.graph] == trace.names, "every point of the model"  # (rows weighted before the down projection are Megatron's)
     with torch.no_grad():
         for start, sequence in ((0, SEQUENCES[0]), (18, SEQUENCES[2])):
             out = model(input_ids=torch.tensor([sequence]), output_hidden_states=True)
@@ -131,7 +131,7 @@ def test_recording_takes_less_than_twice_the_time(tmp_path):
     assert traced < 2 * plain_time, (traced, plain_time)
 
 
-def on_megatron(checkpoint, folder, layout, ordered):
+def on_megatron(checkpoint, folder, layout, ordered, **fields):
     from tiny_megatron import Setup, on_ranks
 
     from tio_megatron.checkpoint import Checkpoint
@@ -142,45 +142,114 @@ def on_megatron(checkpoint, folder, layout, ordered):
         with Checkpoint(setup.path) as held:
             record_megatron(model.eval(), held.config, SEQUENCES, folder, keep=["all"], full_vocab=True)
 
-    on_ranks(Setup(checkpoint, layout, ordered=ordered, padding=float("nan") if ordered else 0.0), work)
+    on_ranks(Setup(checkpoint, layout, ordered=ordered, padding=float("nan") if ordered else 0.0, fields=fields), work)
 
 
-@pytest.mark.parametrize("kind", ["moe", pytest.param("dense", marks=pytest.mark.full)])
-def test_megatron_in_layouts(kind, checkpoints, tmp_path):
-    """Unsharded digests: under the contract TP 1 and TP 2 with SP (and EP) agree at every point; stock's first difference is the order at o_proj."""
+@pytest.fixture(scope="module")
+def on_one_rank(checkpoints, tmp_path_factory):
+    """{(kind, ordered): trace of Megatron on one rank}"""
     import megatron.core.models.gpt  # noqa: F401  (imported before ranks are forked from here)
 
-    cut = Layout(tp=2, sp=True, **({"ep": 2, "etp": 1} if kind == "moe" else {}))
-    for name, layout, ordered in (("one", Layout(), True), ("two", cut, True), ("stock", Layout(), False), ("stock two", Layout(tp=2, sp=True), False)):
-        on_megatron(checkpoints[kind], tmp_path / name, layout, ordered)
-    one = open_trace(tmp_path / "one")
-    assert len(one.names) == 39 and all((one.columns(name) > 0).all() for name in one.names if not name.startswith("logprob"))
-    found = compared(tmp_path / "one", tmp_path / "two")
+    folder = tmp_path_factory.mktemp("one")
+    for kind in ("moe", "dense"):
+        for ordered in (True, False):
+            on_megatron(checkpoints[kind], folder / f"{kind} {ordered}", Layout(), ordered)
+    return {(kind, ordered): folder / f"{kind} {ordered}" for kind in ("moe", "dense") for ordered in (True, False)}
+
+
+GATHER = {"moe_token_dispatcher_type": "allgather"}
+LAYOUTS = {
+    "moe tp 2 sp, etp 2": ("moe", Layout(tp=2, sp=True), {}),
+    "moe tp 2 sp, ep 2": ("moe", Layout(tp=2, sp=True, ep=2, etp=1), {}),
+    "moe tp 2 without sp": ("moe", Layout(tp=2), {}),
+    "moe tp 2 sp, ep 2, allgather": ("moe", Layout(tp=2, sp=True, ep=2, etp=1), GATHER),
+    "moe ep 2 over dp 2, allgather": ("moe", Layout(ep=2, etp=1, dp=2), GATHER),
+    "moe ep 2 over dp 2": ("moe", Layout(ep=2, etp=1, dp=2), {}),
+    "moe pp 2": ("moe", Layout(pp=2), {}),
+    "moe cp 2": ("moe", Layout(cp=2), {}),
+    "moe cp 2, ep 2": ("moe", Layout(cp=2, ep=2, etp=1), {}),
+    "dense tp 2 sp": ("dense", Layout(tp=2, sp=True), {}),
+    "dense pp 2, tied": ("dense", Layout(pp=2), {}),
+    "moe tp 2 sp, pp 2": ("moe", Layout(tp=2, sp=True, pp=2), {}),
+    "moe tp 2 sp, cp 2, ep 4": ("moe", Layout(tp=2, sp=True, cp=2, ep=4, etp=1), {}),
+    "moe tp 2 sp, cp 2, ep 2, etp 2": ("moe", Layout(tp=2, sp=True, cp=2, ep=2, etp=2), {}),
+}
+SLOW = ("moe tp 2 sp, pp 2", "moe tp 2 sp, cp 2, ep 4", "moe tp 2 sp, cp 2, ep 2, etp 2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in LAYOUTS])
+def test_under_the_contract_every_layout_gives_one_trace(name, checkpoints, on_one_rank, tmp_path):
+    """Unsharded digests under canonical names: tensor, sequence, expert, pipeline and context parallelism agree with one rank at every point."""
+    kind, layout, fields = LAYOUTS[name]
+    one = open_trace(on_one_rank[kind, True])
+    assert len(one.names) == (47 if kind == "moe" else 39) and all((one.columns(point) > 0).all() for point in one.names if not point.startswith("logprob"))
+    on_megatron(checkpoints[kind], tmp_path / "cut", layout, True, **fields)
+    cut = open_trace(tmp_path / "cut")
+    for point in one.names:
+        assert (cut.columns(point) == one.columns(point)).all(), f"{point}: every column, once"
+    found = compared(on_one_rank[kind, True], tmp_path / "cut")
     assert found.kind == "equal" and found.compared == len(one.names), found
+    for point in ("layers.1.expert_out", "layers.1.expert_act") if kind == "moe" else ("layers.1.act",):
+        assert_same_bytes(cut.values(point), one.values(point), point)
 
-    found = compared(tmp_path / "stock", tmp_path / "stock two")
-    assert (found.kind, found.point) == ("order", "layers.0.o_proj"), found
-    assert found.details["details_b"]["pieces"] == 2 and "bf16" in found.details["details_b"]["partials"], found
 
-    record_hf(load_hf(checkpoints[kind]), SEQUENCES, tmp_path / "hf", keep=["all"], full_vocab=True)
-    found = compared(tmp_path / "stock", tmp_path / "hf")
+STOCK = {
+    "tp 2 sp": ("moe", Layout(tp=2, sp=True), {}, "layers.0.o_proj", "2 pieces, sequential, bf16"),
+    "dense tp 2 sp": ("dense", Layout(tp=2, sp=True), {}, "layers.0.o_proj", "2 pieces, sequential, bf16"),
+    "ep 2, allgather": ("moe", Layout(ep=2, etp=1, dp=2), GATHER, "layers.0.mlp_out", "sums of 2 owners, bf16 partials"),
+    "etp 2, allgather": ("moe", Layout(tp=2, sp=True, ep=1, etp=2), GATHER, "layers.0.o_proj", "2 pieces, sequential, bf16"),
+    "pp 2": ("moe", Layout(pp=2), {}, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_layouts_are_named(name, checkpoints, on_one_rank, tmp_path):
+    kind, layout, fields, point, order = STOCK[name]
+    on_megatron(checkpoints[kind], tmp_path / "cut", layout, False, **fields)
+    found = compared(on_one_rank[kind, False], tmp_path / "cut")
+    assert (found.kind, found.point) == (("order", point) if point else ("equal", "")), found
+    assert found.details.get("order_b", "").startswith(order), found
+
+
+def test_stock_megatron_against_transformers_and_the_contract(checkpoints, on_one_rank, tmp_path):
+    record_hf(load_hf(checkpoints["moe"]), SEQUENCES, tmp_path / "hf", keep=["all"], full_vocab=True)
+    found = compared(on_one_rank["moe", False], tmp_path / "hf")
     assert (found.kind, found.cause, found.point) == ("framework", "norm-cast", "layers.0.attn_norm"), found
+    found = compared(on_one_rank["moe", False], on_one_rank["moe", True])
+    assert (found.kind, found.cause, found.point) == ("framework", "rope-table", "layers.0.q_rope"), found
+
+
+def test_stock_with_context_parallelism_is_refused_and_ranks_are_counted(checkpoints, tmp_path):
+    from tio_megatron.verify.recorders.megatron_run import run_megatron
+
+    with pytest.raises(ValueError, match="TP 1 CP 2 needs 2 ranks, there is 1: torchrun --nproc-per-node 2"):
+        run_megatron(checkpoints["moe"], SEQUENCES, tmp_path / "a", layout="cp2", stock=True)
+
+
+def on_vllm(checkpoint, folder, tokens, *more):
+    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = ["record", str(checkpoint), str(folder), "--tokens", str(tokens), "--keep", "all", "--engine", "vllm", "--full-vocab", *more]
+    done = subprocess.run([sys.executable, "-m", "tio_megatron", *command], capture_output=True, text=True, timeout=300, env=os.environ | quiet)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.full
-def test_vllm_against_megatron_and_stock(checkpoints, tmp_path):
-    """Engines of their own processes, as the command starts them: under the contract vLLM and Megatron agree at every common point, logits included."""
+def test_vllm_in_layouts_against_megatron_and_stock(checkpoints, on_one_rank, tmp_path):
+    """Engines of their own processes, as the command starts them: under the contract vLLM and Megatron agree at every point, inside experts too."""
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text("".join(json.dumps({"tokens": sequence}) + "\n" for sequence in SEQUENCES))
-    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    for name, engine in (("vllm", ["vllm"]), ("megatron", ["megatron"]), ("stock", ["vllm", "--stock"])):
-        command = ["record", str(checkpoints["moe"]), str(tmp_path / name), "--tokens", str(tokens), "--keep", "all", "--engine", *engine, "--full-vocab"]
-        done = subprocess.run([sys.executable, "-m", "tio_megatron", *command], capture_output=True, text=True, timeout=300, env=os.environ | quiet)
-        assert done.returncode == 0, done.stderr
-    found = compared(tmp_path / "megatron", tmp_path / "vllm")
-    assert found.kind == "equal" and found.compared > 30, found
-    found = compared(tmp_path / "vllm", tmp_path / "stock")
+    one = on_vllm(checkpoints["moe"], tmp_path / "one", tokens)
+    found = compared(on_one_rank["moe", True], one)
+    assert found.kind == "equal" and found.compared == 47, found
+    for layout in ("tp2", "tp2+ep"):
+        found = compared(one, on_vllm(checkpoints["moe"], tmp_path / layout, tokens, "--layout", layout))
+        assert found.kind == "equal" and found.compared == 47, found
+    stock = on_vllm(checkpoints["moe"], tmp_path / "stock", tokens, "--stock")
+    found = compared(one, stock)
     assert (found.kind, found.cause, found.point) == ("framework", "norm-cast", "layers.0.attn_norm"), found
+    found = compared(stock, on_vllm(checkpoints["moe"], tmp_path / "stock 2", tokens, "--stock", "--layout", "tp2"))
+    assert (found.kind, found.point) == ("order", "layers.0.o_proj") and found.details["details_b"]["pieces"] == 2, found
 
 
 def test_the_command_records_and_says_what_is_wrong(checkpoints, tmp_path):
@@ -201,7 +270,7 @@ def test_the_command_records_and_says_what_is_wrong(checkpoints, tmp_path):
         ((tmp_path / "nothing", tmp_path / "c", "--tokens", tokens), "no such folder"),
         ((checkpoints["moe"], tmp_path / "c", "--tokens", tmp_path / "none.jsonl"), "no such file"),
         ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--dtype", "fp7"), "bfloat16, float16 or float32"),
-        ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--engine", "megatron", "--tp", 2), "need 2 ranks, there are 1: torchrun"),
+        ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--engine", "megatron", "--tp", 2), "TP 2 needs 2 ranks, there is 1: torchrun"),
         ((checkpoints["moe"], tmp_path / "c", "--tokens", tokens, "--engine", "vllm", "--temperature", 0.5), "without a temperature"),
     ):
         status, said = tio("record", *arguments)

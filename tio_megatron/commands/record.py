@@ -34,9 +34,10 @@ def record(
     full_vocab: Annotated[bool, typer.Option("--full-vocab", help="Record the whole row of log-probabilities of every token too.")] = False,
     keep: Annotated[list[str] | None, typer.Option(help="Keep the tensors of this point or parameter (again for more; 'all').")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in one pass (hf).")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (megatron).")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks (megatron).")] = 1,
-    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism (megatron).")] = False,
+    layout: Annotated[str, typer.Option(help="megatron: tp2+ep2+etp1+pp2+cp2+allgather; vllm: tp2+ep.")] = "tp1",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, in place of --layout.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks, in place of --layout (vllm: as many as tp).")] = 1,
+    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism, in place of --layout (megatron).")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="The engine as it is, without the contract (megatron, vllm).")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Sequences to take from the file.")] = 16,
     as_json: Annotated[bool, JSON] = False,
@@ -44,7 +45,8 @@ def record(
     """Run a model over given tokens with the tracer on, for tio diagnose.
 
     A trace holds a digest of every point of every layer for every token, and with --keep the tensors, which the diagnosis needs to say why. Megatron on
-    several ranks: torchrun --nproc-per-node 2 -m tio_megatron record MODEL TRACE --engine megatron --tp 2 --sp --tokens FILE.
+    several ranks: torchrun --nproc-per-node 2 -m tio_megatron record MODEL TRACE --engine megatron --layout tp2+ep2 --tokens FILE. vLLM starts its
+    own ranks.
     Exit status: 0 recorded, 2 could not.
     """
 
@@ -64,11 +66,13 @@ def record(
         elif engine is Engine.megatron:
             from tio_megatron.verify.recorders.megatron_run import run_megatron
 
-            run_megatron(model, sequences, trace, tp=tp, ep=ep, sp=sp, stock=stock, **options)
+            words = layout if layout != "tp1" else f"tp{tp}+ep{ep}+{'sp' if sp and tp > 1 else 'nosp'}"
+            run_megatron(model, sequences, trace, layout=words, stock=stock, **options)
         else:
             from tio_megatron.verify.recorders.vllm import run_vllm
 
-            run_vllm(model, sequences, trace, dtype=dtype, stock=stock, **options)
+            words = layout if layout != "tp1" else f"tp{tp}" + ("+ep" if ep > 1 else "")
+            run_vllm(model, sequences, trace, layout=words, dtype=dtype, stock=stock, **options)
         count = sum(map(len, sequences))
         said = f"recorded: {count} tokens of {len(sequences)} sequences, {trace}"
         first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks one speaks

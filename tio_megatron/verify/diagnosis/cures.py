@@ -26,6 +26,10 @@ CURES: dict[str, str] = {
         "Padding tokens are routed to experts and take or move places of real ones. Keep them from the router (a padding mask), and use no capacity factor."
     ),
     "dropped-tokens": "Some tokens did not get all their experts: a capacity limit dropped them. Switch the capacity factor off.",
+    "expert-weighting": (
+        "One side multiplies an expert's row by its probability before the down projection (stock Megatron), the other behind it. Take one: the contract "
+        "weights the finished, rounded row."
+    ),
     "unwritten": "Rows of a buffer are read that nobody wrote. Zero the buffer or read only written rows; padding and empty experts are the usual places.",
     "temperature": "Apply the same temperature to the logits on both sides, and compare processed with processed log-probabilities (vLLM: logprobs_mode).",
     "sampling-filter": "One side renormalises after top-k or top-p filtering. Compare log-probabilities of the unfiltered distribution.",

@@ -194,6 +194,17 @@ def swiglu_rules(case: Case) -> Iterator[Rule]:
             yield rule("after the activation", **other)
 
 
+def scaling_rules(case: Case) -> Iterator[Rule]:
+    """Axes: roundings of a row of an expert that is multiplied by its probability before the down projection."""
+    act, probabilities = (case.input(parent) for parent in case.point.parents)
+    if act is None or probabilities is None:
+        return
+    x, p = act[case.rows].to(torch.float64), probabilities[case.rows].to(torch.float64)[..., None]
+    yield Rule({"extra-rounding": "none"}, lambda: x * p)
+    yield Rule({"extra-rounding": "probabilities to bf16"}, lambda: x * rounded(p, torch.bfloat16))
+    yield Rule({"extra-rounding": "row to bf16"}, lambda: rounded(x, torch.bfloat16) * p)
+
+
 def add_rules(case: Case) -> Iterator[Rule]:
     """Axes: which terms are added, and in which precision."""
     terms = [case.input(parent) for parent in case.point.parents]

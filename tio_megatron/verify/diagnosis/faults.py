@@ -9,6 +9,7 @@ from tio_megatron.verify.diagnosis.attention_rules import heads_of
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding
 from tio_megatron.verify.diagnosis.rules import relative
 
 
@@ -130,6 +131,14 @@ def attention_dropout(case: Case) -> Finding | None:
             said = f"in {label}, {100 * part:.3g}% of the attention probabilities are zero and the others are {factor:.4g} times what they should be"
             return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
     return None
+
+
+def unknown_inputs(case: Case) -> Finding:
+    """The outputs differ, and what they are made of was not kept."""
+    gap = relative(*(side[case.rows] for side in case.sides))
+    size = "as rounding does" if looks_like_rounding(gap / 4, min(case.dtypes, key=lambda kind: kind.itemsize)) else "more than rounding does"
+    said = f"the outputs differ by {gap:.2g}, {size}; inputs or parameters of this point were not kept on both sides, so no rule could be tried"
+    return Finding("unknown", "", evidence=(said,), cure="Record both sides again with --keep all, with a recorder that sees the inputs of this point.")
 
 
 def constant(case: Case) -> Finding | None:

@@ -141,7 +141,7 @@ def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Te
     """Orders of adding a token's experts: ``out`` [r, K, c], ``probabilities`` [r, K], ``ids`` [r, K] ascending; fp64."""
     r, k, _ = out.shape
     weighted = {"fp32": _fp32(out * probabilities[..., None])}
-    if low:
+    if low and not bool((probabilities == 1).all()):
         weighted |= {"bf16": _bf16(weighted["fp32"]), "bf16 probabilities": _fp32(out * _bf16(probabilities)[..., None])}
         weighted["bf16 probabilities, bf16"] = _bf16(out * _bf16(probabilities)[..., None])
     permutations = {
@@ -170,21 +170,22 @@ def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Te
             yield Order(
                 f"balanced tree over the expert axis, {words}", {"order": "tree", "partials": precision}, joined(leaves, "pairwise", step).to(torch.float32)
             )
-            if precision == "fp32":  # owners add their own experts in fp32, then send
-                yield from _owner_orders(leaves, name, low)
+            yield from _owner_orders(leaves, name, low, precision)  # owners add their own experts, then send
 
 
-def _owner_orders(leaves: torch.Tensor, products: str, low: bool) -> Iterator[Order]:
-    """Sums by the ranks that own the experts: ``leaves`` [E, r, c], -0 where an expert is absent."""
+def _owner_orders(leaves: torch.Tensor, products: str, low: bool, inside: str) -> Iterator[Order]:
+    """Sums by the ranks that own the experts: ``leaves`` [E, r, c], -0 where an expert is absent; ``inside``: what an owner's running sum is rounded to."""
     experts = len(leaves)
     for ep in (2, 4, 8, 16, 32):
         if ep > experts or experts % ep:
             continue
         groups = leaves.view(ep, experts // ep, *leaves.shape[1:])
-        held = torch.stack([joined(group, "sequential", _fp32) for group in groups])
+        held = torch.stack([joined(group, "sequential", _STEPS[inside][1]) for group in groups])
         for kept, (part, step) in _STEPS.items() if low else list(_STEPS.items())[:1]:
+            if inside == "bf16" and kept == "fp32":
+                continue  # the same as bf16 partials
             parts = part(held)
-            said = f"sums of {ep} owners, {kept}, products {products}"
+            said = f"sums of {ep} owners, {kept}, products {products}" + (", each owner's running sum bf16" if inside == "bf16" else "")
             yield Order(f"{said}, pairwise", {"order": "pairwise owners", "owners": ep, "partials": kept}, joined(parts, "pairwise", step).to(torch.float32))
             for start in range(ep):
                 details = {"order": "ring over owners", "owners": ep, "partials": kept, "start": start}

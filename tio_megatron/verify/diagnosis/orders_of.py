@@ -10,7 +10,7 @@ import torch
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
-from tio_megatron.verify.diagnosis.orders import Found, combine_orders, product_orders, search
+from tio_megatron.verify.diagnosis.orders import Found, product_orders, search
 from tio_megatron.verify.diagnosis.products import Product
 
 _ROUNDING = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-10}
@@ -25,21 +25,7 @@ def looks_like_rounding(error: float, dtype: torch.dtype) -> bool:
 def product_order(case: Case, made: Product) -> tuple[Found, Found]:
     """Which order each side used for a matrix product."""
     low = any(tensor.dtype == torch.bfloat16 for tensor in case.sides) or _bf16_model(case)
-    return search(product_orders(made.terms, made.columns, made.width, low), made.a, made.b, _passes(case, made.rows))
-
-
-def combine_order(case: Case) -> tuple[Found, Found] | None:
-    """Which order each side used to add a token's experts."""
-    out, probabilities, ids = (case.parent(part) for part in ("expert_out", "expert_probs", "expert_ids"))
-    experts = int(case.a.shape.get("experts") or 0)
-    if out is None or probabilities is None or ids is None or not experts:
-        return None
-    rows = case.rows
-    a, b = (side[rows] for side in case.sides)
-    columns = (a != b).sum(0).argsort(descending=True, stable=True)[:48]
-    low = a.dtype == torch.bfloat16 or b.dtype == torch.bfloat16
-    orders = combine_orders(out[rows][:, :, columns].to(torch.float64), probabilities[rows].to(torch.float64), ids[rows].to(torch.int64), experts, low)
-    return search(orders, a[:, columns], b[:, columns], _passes(case, rows))
+    return search(product_orders(made.terms, made.columns, made.width, low), made.a, made.b, passes_of(case, made.rows))
 
 
 def order_finding(case: Case, found: tuple[Found, Found] | None, evidence: list[str]) -> Finding:
@@ -89,7 +75,8 @@ def _few(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes[:4])) + (" ..." if len(sizes) > 4 else "")
 
 
-def _passes(case: Case, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+def passes_of(case: Case, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    """Per row of each side the size of the pass that computed it, for :func:`search`."""
     at = rows.numpy()
     return {"batch_a": case.a.passes["batch"][at], "batch_b": case.b.passes["batch"][at]}
 

@@ -11,10 +11,11 @@ import torch
 from tio_megatron.verify.diagnosis import elementwise_rules, faults
 from tio_megatron.verify.diagnosis.attention_rules import attention_rules, heads_of, window
 from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.combine import combine, combined_from
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.head_rules import counted_rows, head_rules, targets_of
-from tio_megatron.verify.diagnosis.orders_of import combine_order, looks_like_rounding, order_finding, product_order
+from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding, order_finding, product_order
 from tio_megatron.verify.diagnosis.parameters import differing, explain_parameter
 from tio_megatron.verify.diagnosis.products import Product, other_parameters, product_of, product_rules
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
@@ -102,7 +103,7 @@ def _why(case: Case) -> Finding:
         "expert_product": _product,
         "attention": _attention,
         "logprob": _head,
-        "combine": _combine,
+        "combine": combine,
     }
     rules: dict[str, Callable[[Case], Iterable[Rule]]] = {
         "norm": elementwise_rules.norm_rules,
@@ -111,6 +112,7 @@ def _why(case: Case) -> Finding:
         "add": elementwise_rules.add_rules,
         "embedding": elementwise_rules.embedding_rules,
         "routing": routing_rules,
+        "scaling": elementwise_rules.scaling_rules,
     }
     reason: Finding | None = None
     if case.point.op in reasons:
@@ -130,7 +132,7 @@ def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
     dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
     worst = max(explained.a.error, explained.b.error)
     if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst, dtype):
-        if case.point.op in ("rope", "swiglu", "add", "embedding"):  # nothing is added up there, so there is no order
+        if case.point.op in ("rope", "swiglu", "add", "embedding", "scaling"):  # nothing is added up there, so there is no order
             said = (*_same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
             return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
         return order_finding(case, None, _same_formula(explained))
@@ -241,29 +243,6 @@ def _head(case: Case) -> Finding | None:
     return None
 
 
-def _combine(case: Case) -> Finding | None:
-    found = combine_order(case)
-    if found is None:
-        return _missing_inputs(case)
-    out, probabilities = case.parent("expert_out"), case.parent("expert_probs")
-    assert out is not None and probabilities is not None
-    weighted = out[case.rows].to(torch.float64) * probabilities[case.rows].to(torch.float64)[..., None]
-    exact = weighted.sum(1)
-    a, b = (side[case.rows] for side in case.sides)
-    rules = [
-        Rule({"scale": "1", "combine": "weighted"}, lambda: exact),
-        Rule({"scale": "1", "combine": "unweighted"}, lambda: out[case.rows].to(torch.float64).sum(1)),
-    ]
-    explained = explain(rules, a, b)
-    assert explained is not None
-    if explained.axes:
-        return replace(_framework(case, explained), cause="router-normalise", cure=CURES["router-normalise"])
-    worst = max(explained.a.error, explained.b.error)
-    if all(side.name for side in found) or looks_like_rounding(worst, min(case.dtypes, key=lambda kind: kind.itemsize)):
-        return order_finding(case, found, _same_formula(explained))
-    return None
-
-
 def _positions(case: Case) -> Finding:
     rows = np.flatnonzero(case.differs)
     if case.kept:
@@ -315,19 +294,15 @@ def _notes(case: Case) -> list[str]:
         values = [side.facts.get(name) for side in (case.a, case.b)]
         if values[0] != values[1] and None not in values:
             said.append(f"{name}: {values[0]} in A, {values[1]} in B")
-    missing = [parent for parent in case.point.parents if parent != "positions" and not (parent in case.a.recorded and parent in case.b.recorded)]
+    parents = combined_from(case) if case.point.op == "combine" else [parent for parent in case.point.parents if parent != "positions"]
+    missing = [parent for parent in parents if not (parent in case.a.recorded and parent in case.b.recorded)]
     if missing:
         said.append(f"not recorded on both sides, so the difference may begin there: {', '.join(missing)}")
     return said
 
 
 def _missing_inputs(case: Case) -> Finding | None:
-    if found := faults.constant(case):
-        return found
-    gap = relative(*(side[case.rows] for side in case.sides))
-    size = "as rounding does" if looks_like_rounding(gap / 4, min(case.dtypes, key=lambda kind: kind.itemsize)) else "more than rounding does"
-    said = f"the outputs differ by {gap:.2g}, {size}; inputs or parameters of this point were not kept on both sides, so no rule could be tried"
-    return Finding("unknown", "", evidence=(said,), cure="Record both sides again with --keep all, with a recorder that sees the inputs of this point.")
+    return faults.constant(case) or faults.unknown_inputs(case)
 
 
 def _without_tensors(case: Case) -> Finding:

@@ -1,13 +1,14 @@
 """Recording a megatron-core model in a layout, stock or under the contract, with hooks: every rank writes its part, rank 0 puts them together.
 
-Tensor, sequence and expert parallelism; one pipeline stage, no context parallelism. Points inside experts are not recorded: stock weights the rows
-there already, so they are another thing than other engines'.
+Tensor, sequence, expert, pipeline and context parallelism (zig-zag; stock has that with Transformer Engine only). Every rank is given whole sequences; of
+data-parallel copies the first is recorded.
 
 Legend: s tokens of a pass (padded), n of them on this rank, H hidden, D head size, G key/value groups of this rank, r queries per group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tio_megatron.layers.context import own_tokens
+from tio_megatron.layers.sequences import Sequences
+from tio_megatron.verify.recorders.megatron_experts import hook_experts
 from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head
 from tio_megatron.verify.traces.merge import merge_parts
 from tio_megatron.verify.traces.tracer import Tracer
@@ -47,7 +51,7 @@ def record_megatron(
         weights: record digests of all parameters.
 
     Raises:
-        ValueError: pipeline or context parallelism, or more tensor-parallel ranks than key/value groups.
+        ValueError: stock with context parallelism, or more tensor-parallel ranks than key/value groups.
     """
     from tio_megatron.integrations.megatron.pieces import Place, unwrap
     from tio_megatron.integrations.megatron.weights import export_weights
@@ -55,8 +59,11 @@ def record_megatron(
     inner: Any = unwrap(model)
     place, folder = Place.current(), Path(folder)
     groups = inner.pg_collection
-    if groups.pp.size() > 1 or groups.cp.size() > 1:
-        raise ValueError("record: pipeline stages and context parallelism are not recorded; run the model with pp = cp = 1")
+    setting = getattr(inner, "tio_setting", None)
+    if setting is None and groups.cp.size() > 1:
+        raise ValueError(
+            "record: stock megatron-core cuts sequences with Transformer Engine only, which is not recorded; cp = 1 works, and so does the contract"
+        )
     sizes = config.shape
     if sizes.kv_heads % place.tp:
         raise ValueError(f"record: {place.tp} tensor-parallel ranks for {sizes.kv_heads} key/value groups; use at most as many ranks as groups")
@@ -70,8 +77,7 @@ def record_megatron(
         "experts": sizes.experts or None,
         "top_k": sizes.top_k or None,
     }
-    layout = {"tp": place.tp, "ep": place.ep, "etp": place.etp, "sp": bool(inner.config.sequence_parallel)}
-    setting = getattr(inner, "tio_setting", None)
+    layout = {"tp": place.tp, "ep": place.ep, "etp": place.etp, "sp": bool(inner.config.sequence_parallel), "pp": groups.pp.size(), "cp": groups.cp.size()}
     facts = {
         "temperature": temperature,
         "training": bool(inner.training),
@@ -83,7 +89,6 @@ def record_megatron(
         "vocab_rows": int(inner.vocab_size),
         "versions": {"torch": torch.__version__},
     }
-    records = rank < place.tp  # the first data-parallel copy
     part = folder / f"rank-{rank}"
     with TraceWriter(part, sequences, engine="megatron", shape=shape, facts=facts, keep=keeper(keep), rank=rank) as writer:
         if weights:
@@ -91,38 +96,60 @@ def record_megatron(
                 if tensor is not None:
                     writer.weight(name, tensor)
         tracer = Tracer(writer)
-        tracer.suspended = not records
-        stage = _Stage(tracer, place.tp, place.tp_rank, bool(inner.config.sequence_parallel), sizes)
-        with _hooks(inner, stage):
+        stage = _Stage(tracer, place, groups, bool(inner.config.sequence_parallel), sizes)
+        with _hooks(inner, stage, ordered=setting is not None):
             for index, sequence in enumerate(sequences):
-                length = -(-len(sequence) // place.tp) * place.tp if stage.sliced else len(sequence)
+                length = -(-len(sequence) // stage.multiple) * stage.multiple
                 with tracer.rows([(index, 0, len(sequence)), length - len(sequence)]):
                     (_ordered if setting is not None else _stock)(model, inner, stage, list(sequence), length, temperature, full_vocab)
     if dist.is_initialized():
         dist.barrier()
     if rank == 0:
-        merge_parts([folder / f"rank-{i}" for i in range(place.tp)], folder)
+        merge_parts([folder / f"rank-{i}" for i in range(dist.get_world_size() if dist.is_initialized() else 1)], folder)
     if dist.is_initialized():
         dist.barrier()
 
 
 class _Stage:
-    """What the hooks need to know: this rank's columns and its slice of the tokens."""
+    """What the hooks need to know: which tokens this rank has, and which columns of them."""
 
-    def __init__(self, tracer: Tracer, tp: int, rank: int, sliced: bool, sizes: Any) -> None:
-        self.tracer, self.tp, self.rank, self.sliced, self.sizes = tracer, tp, rank, sliced and tp > 1, sizes
-        self.full_vocab: torch.Tensor | None = None
+    def __init__(self, tracer: Tracer, place: Any, groups: Any, sliced: bool, sizes: Any) -> None:
+        self.tracer, self.tp, self.rank, self.sliced, self.sizes = tracer, place.tp, place.tp_rank, sliced and place.tp > 1, sizes
+        self.cut = Sequences(None, groups.cp.rank(), groups.cp.size())
+        self.first = groups.dp.rank() == 0
+        """Of data-parallel copies, which all have the same tokens, one is recorded."""
+        chunks = 2 * self.cut.ranks if self.cut.ranks > 1 else 1
+        self.multiple = math.lcm(chunks, self.cut.ranks * self.tp if self.sliced else 1)
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is under way, recorded from this rank or not."""
+        return self.tracer.places is not None
 
     @property
     def on(self) -> bool:
-        return self.tracer.places is not None
+        """Whether this rank's tokens are recorded."""
+        return self.running and self.first
+
+    @property
+    def at(self) -> torch.Tensor:
+        """[n] rows of the trace of this rank's tokens, before sequence parallelism."""
+        at = self.tracer.places
+        assert at is not None
+        return own_tokens(at[None], self.cut)[0]
+
+    def owned(self, count: int) -> torch.Tensor:
+        """[count] rows of the trace of the tokens that this rank alone stands for, -1 for the others."""
+        at = self.at.chunk(self.tp)[self.rank] if self.sliced else self.at
+        if len(at) != count:
+            raise ValueError(f"record: a layer routes {count} tokens, {len(at)} were expected")
+        return at if self.first and (self.sliced or not self.rank) else torch.full_like(at, -1)
 
     def replicated(self, name: str, value: torch.Tensor) -> None:
         """A tensor [n, 1, ...] that every rank holds, or holds its slice of under sequence parallelism."""
         if not self.on:
             return
-        at = self.tracer.places
-        assert at is not None
+        at = self.at
         if self.sliced:
             at = at.chunk(self.tp)[self.rank]
         elif self.rank:
@@ -131,11 +158,10 @@ class _Stage:
         self.tracer.writer.put(name, value, at)
 
     def columns(self, name: str, value: torch.Tensor, width: int | None = None) -> None:
-        """A tensor [s, ...] of which this rank has its columns; ``width`` of the whole, where the last rank's columns are padded."""
+        """A tensor [n, ...] of which this rank has its columns; ``width`` of the whole, where the last rank's columns are padded."""
         if not self.on:
             return
-        at = self.tracer.places
-        assert at is not None
+        at = self.at
         value = value.reshape(len(at), -1)
         whole = width if width is not None else value.shape[1] * self.tp
         start = self.rank * value.shape[1]
@@ -151,7 +177,7 @@ def _ordered(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: i
     training = inner.training
     scores = token_logprobs(model, [tokens], temperature=temperature, rows=rows)
     inner.train(training)
-    if scores is None or not stage.on or stage.rank:
+    if scores is None or not stage.on or stage.rank or stage.cut.rank:
         return
     at = stage.tracer.places
     assert at is not None
@@ -162,9 +188,13 @@ def _ordered(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: i
 
 
 def _stock(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: int, temperature: float, full_vocab: bool) -> None:
+    from tio_megatron.integrations.megatron.tracing import forward
+
     ids = torch.tensor([tokens + [0] * (length - len(tokens))])
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    out = model(ids, torch.arange(length)[None], hidden)  # [1, s, V / tp], or V where the output is gathered
+    out = forward(model, ids, torch.arange(length)[None], hidden)  # [1, s, V / tp], or V where the output is gathered; None on an earlier stage
+    if out is None:
+        return
     parts = [torch.empty_like(out) for _ in range(stage.tp)]
     if stage.tp > 1 and out.shape[-1] < inner.vocab_size:
         dist.all_gather(parts, out.contiguous(), group=inner.pg_collection.tp)
@@ -172,8 +202,6 @@ def _stock(model: Any, inner: Any, stage: _Stage, tokens: list[int], length: int
         parts = [out]
     if not stage.on or stage.rank:
         return
-    at = stage.tracer.places
-    assert at is not None
     whole = torch.cat(parts, -1)[0, :, : stage.sizes.vocab]
     targets = torch.tensor([*tokens[1:], -1] + [-1] * (length - len(tokens)))
     suspended, stage.tracer.writer = stage.tracer.writer, _Without(stage.tracer.writer, "logits")  # type: ignore[assignment]
@@ -195,7 +223,7 @@ class _Without:
 
 
 @contextmanager
-def _hooks(inner: Any, stage: _Stage) -> Iterator[None]:
+def _hooks(inner: Any, stage: _Stage, *, ordered: bool) -> Iterator[None]:
     with ExitStack() as stack:
 
         def after(module: Any, work: Any) -> None:
@@ -207,7 +235,8 @@ def _hooks(inner: Any, stage: _Stage) -> Iterator[None]:
         def replicated(name: str) -> Callable[[Any], None]:
             return lambda out: stage.replicated(name, out[0] if isinstance(out, tuple) else out)
 
-        after(inner.embedding, replicated("embed"))
+        if inner.pre_process:
+            after(inner.embedding, replicated("embed"))
         for layer in inner.decoder.layers:
             here = f"layers.{layer.layer_number - 1}."
             attention = layer.self_attention
@@ -224,13 +253,15 @@ def _hooks(inner: Any, stage: _Stage) -> Iterator[None]:
             after(layer.pre_mlp_layernorm, replicated(f"{here}mlp_norm"))
             if hasattr(layer.mlp, "router"):
                 _router(stack, stage, layer.mlp.router, here)
+                hook_experts(stack, stage, layer.mlp, here, ordered=ordered)
             else:
                 after(layer.mlp.linear_fc1, lambda out, here=here: _gate_up(stage, here, out[0]))
                 before(layer.mlp.linear_fc2, lambda args, kwargs, here=here: stage.columns(f"{here}act", args[0]))
             after(layer.mlp, replicated(f"{here}mlp_out"))
             after(layer, replicated(f"{here}mlp_residual"))
-        after(inner.decoder.final_layernorm, replicated("final_norm"))
-        after(inner.output_layer, lambda out: stage.columns("logits", out[0] if isinstance(out, tuple) else out, stage.sizes.vocab))
+        if inner.post_process:
+            after(inner.decoder.final_layernorm, replicated("final_norm"))
+            after(inner.output_layer, lambda out: stage.columns("logits", out[0] if isinstance(out, tuple) else out, stage.sizes.vocab))
         yield
 
 

@@ -13,15 +13,26 @@ import torch
 import torch.distributed as dist
 
 
-def run_megatron(model: Path, sequences: Sequence[Sequence[int]], folder: Path, *, tp: int, ep: int, sp: bool, stock: bool, **options: Any) -> None:
+def run_megatron(
+    model: Path, sequences: Sequence[Sequence[int]], folder: Path, *, layout: str = "tp1", stock: bool = False, contract: str | None = None, **options: Any
+) -> None:
     """Build the model in the layout, load its weights, record it. ``options`` as of :func:`record_megatron`.
 
+    Args:
+        model: HF folder.
+        sequences: token ids.
+        folder: of the trace.
+        layout: words as ``tp2+ep2+pp2+allgather``, see :class:`tio_megatron.contract.words.TrainerLayout`.
+        stock: the engine as it is.
+        contract: as ``TIO_CONTRACT``; that variable's, or the default contract.
+
     Raises:
-        ValueError: torchrun started another number of ranks than the layout needs.
+        ValueError: torchrun started another number of ranks than the layout needs, or the layout cannot be.
     """
     import tio_megatron
     from tio_megatron.checkpoint import Checkpoint
-    from tio_megatron.contract import Contract, Layout
+    from tio_megatron.contract.environment import read
+    from tio_megatron.contract.words import TrainerLayout
     from tio_megatron.integrations.megatron import cpu_device
     from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
     from tio_megatron.integrations.megatron.tracing import parallel
@@ -29,10 +40,13 @@ def run_megatron(model: Path, sequences: Sequence[Sequence[int]], folder: Path, 
     from tio_megatron.verify.recorders.megatron import record_megatron
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = Layout(tp=tp, ep=ep, etp=1 if ep > 1 else None, sp=sp and tp > 1)
-    needed = max(tp, ep)
-    if world != needed:
-        raise ValueError(f"tp {tp} and ep {ep} need {needed} ranks, there are {world}: torchrun --nproc-per-node {needed} -m tio_megatron record ...")
+    chosen = TrainerLayout.parse(layout)
+    sizes = chosen.layout
+    if world != chosen.ranks:
+        start = f"torchrun --nproc-per-node {chosen.ranks} -m tio_megatron record ..."
+        raise ValueError(f"{chosen} needs {chosen.ranks} {'rank' if chosen.ranks == 1 else 'ranks'}, there {'is 1' if world == 1 else f'are {world}'}: {start}")
+    if stock and sizes.cp > 1:
+        raise ValueError("stock megatron-core cuts sequences with Transformer Engine only, which is not recorded; cp1 works, and so does the contract")
     with TemporaryDirectory() as held, contextlib.ExitStack() as stack, Checkpoint(model) as checkpoint:
         if not torch.cuda.is_available():
             stack.enter_context(cpu_device.enabled())
@@ -43,11 +57,12 @@ def run_megatron(model: Path, sequences: Sequence[Sequence[int]], folder: Path, 
             else:
                 dist.init_process_group(backend, init_method=f"file://{held}/rendezvous", rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
-        stack.enter_context(parallel(layout))
-        config, contract = checkpoint.config, Contract()
-        if not stock:
-            stack.enter_context(tio_megatron.apply(contract, vocab_size=config.shape.vocab))
-        rows = padded_vocab(config, layout, None if stock else contract)
-        built = gpt_model(config, transformer_config(config, layout, calculate_per_token_loss=True), vocab_size=rows).eval()
+        stack.enter_context(parallel(sizes))
+        config, rules = checkpoint.config, None if stock else read(contract or os.environ.get("TIO_CONTRACT") or "default").contract
+        if rules is not None:
+            stack.enter_context(tio_megatron.apply(rules, vocab_size=config.shape.vocab))
+        rows = padded_vocab(config, sizes, rules)
+        fields = {"moe_token_dispatcher_type": chosen.dispatcher} if config.shape.experts else {}
+        built = gpt_model(config, transformer_config(config, sizes, calculate_per_token_loss=True, **fields), vocab_size=rows).eval()
         load_weights(built, checkpoint)
         record_megatron(built, config, sequences, folder, **options)

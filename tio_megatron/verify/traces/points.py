@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+SCALED = ("expert_scaled", "expert_scaled_out")
+"""Points of engines that weight a row of an expert before its down projection."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -63,8 +66,11 @@ def _layer(layer: int, stream: str, moe: bool) -> Iterator[Point]:
         for name in ("gate", "up"):
             yield point(f"expert_{name}", "expert_product", ("mlp_norm", "expert_ids"), (f"mlp.experts.*.{name}_proj",))
         yield point("expert_act", "swiglu", ("expert_gate", "expert_up"))
+        # Two ways to weight a row: before its down projection (stock Megatron) or behind it (everybody else). An engine has one of them.
+        yield point("expert_scaled", "scaling", ("expert_act", "expert_probs"))
+        yield point("expert_scaled_out", "expert_product", ("expert_scaled", "expert_ids"), ("mlp.experts.*.down_proj",))
         yield point("expert_out", "expert_product", ("expert_act", "expert_ids"), ("mlp.experts.*.down_proj",))
-        yield point("mlp_out", "combine", ("expert_out", "expert_probs", "expert_ids"))
+        yield point("mlp_out", "combine", ("expert_scaled_out", "expert_out", "expert_probs", "expert_ids"))
     else:
         for name in ("gate", "up"):
             yield point(f"{name}_proj", "product", ("mlp_norm",), (f"mlp.{name}_proj",))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tio_megatron.verify.readers.safe_file import SafeFile
-from tio_megatron.verify.traces.points import Point, points
+from tio_megatron.verify.traces.points import SCALED, Point, points
 from tio_megatron.verify.traces.writer import FORMAT, NAME, VERSION
 
 PASSES = ("call", "batch", "padding")
@@ -71,8 +71,9 @@ class Trace:
 
     @property
     def graph(self) -> list[Point]:
-        """The points of this model, recorded or not; then those with names of their own."""
+        """The points of this model, recorded or not (those of rows weighted early only if they are); then those with names of their own."""
         known = list(points(int(self.shape["layers"]), self.shape["moe"], tied=bool(self.shape.get("tied"))))
+        known = [point for point in known if point.part not in SCALED or point.name in self.recorded]
         names = {point.name for point in known}
         return known + [Point(name, "unknown") for name in self.names if name not in names]
 
