@@ -52,7 +52,9 @@ def doctor(
             answer |= {"contract": fit.contract.to_dict(), "fingerprint": fit.contract.fingerprint(), "nearest": [[str(a), str(b)] for a, b in fit.nearest]}
 
         def show(console: Console) -> None:
-            table = Table("", "topic", "found", "what works")
+            table = Table("", "topic")
+            for column in ("found", "what works"):
+                table.add_column(column, overflow="fold")
             for finding in found.findings:
                 table.add_row(f"[{COLOURS[finding.level]}]{finding.level}[/]", finding.topic, finding.what, finding.works)
             console.print(table)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tio_megatron.verify.doctor import examine, options, switches, worst
+from tio_megatron.verify.doctor import examine, options, running, switches, worst
 from tio_megatron.verify.doctor.findings import LEVELS
 from tio_megatron.verify.doctor.symbols import author_of
 
@@ -52,21 +52,34 @@ def test_stock_runs_hear_more_than_plugged_ones():
     assert [finding.level for finding in switches.check("cuda", plugged=True, environ={})] == ["ok"]
 
 
+SOUND = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "bf16": True,
+}
+
+
 def test_options_the_contract_does_not_cover():
-    megatron = {
+    megatron = SOUND | {
         "hidden_dropout": 0.1,
         "fp8_format": "e4m3",
         "moe_expert_capacity_factor": 1.0,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
+        "use_precision_aware_optimizer": True,
     }
-    named = [finding.what.split()[1] for finding in options.trainer(megatron)]
-    assert sorted(named) == ["fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_router_load_balancing_type"]
-    assert not [*options.trainer({"hidden_dropout": 0.0, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "lr": 0.1})]
+    named = [finding.what.split()[1] for finding in options.trainer(running.trainer("megatron-lm", megatron))]
+    wanted = ["fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_router_load_balancing_type", "use_precision_aware_optimizer"]
+    assert sorted(named) == wanted
+    sound = SOUND | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "lr": 0.1}
+    assert not [*options.trainer(running.trainer("megatron-lm", sound))]
     vllm = {"quantization": "fp8", "pipeline_parallel_size": 2, "block_size": 16, "kv_cache_dtype": "fp8", "dtype": "half"}
-    assert len([*options.rollout(vllm)]) == 5 and not [*options.rollout({"block_size": 128, "dtype": "auto", "quantization": None})]
-    assert [finding.level for finding in options.both({"bf16": True}, {"dtype": "float32"})] == ["bad"]
-    assert [finding.level for finding in options.both({}, {"temperature": 0.7, "logprobs_mode": "raw_logprobs"})] == ["note", "bad"]
+    assert len([*options.rollout(running.rollout("vllm", vllm))]) == 5
+    assert not [*options.rollout(running.rollout("vllm", {"block_size": 128, "dtype": "auto", "quantization": None}))]
 
 
 def test_the_worst_level_counts():

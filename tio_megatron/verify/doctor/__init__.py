@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
-from tio_megatron.verify.doctor import fits, options, settings, switches, symbols, versions
+from tio_megatron.verify.doctor import between, fits, options, settings, stock, switches, symbols, versions
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
-from tio_megatron.verify.doctor.models import shape_of
+from tio_megatron.verify.doctor.models import model_of, shape_of
 
-__all__ = ["Examined", "Finding", "Fit", "examine", "fit", "shape_of", "worst"]
+__all__ = ["Examined", "Finding", "Fit", "examine", "fit", "model_of", "shape_of", "worst"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,24 @@ def examine(
         return Examined(tuple(found))
     if model is None or trainer is None or rollout is None:
         raise ValueError(f"{' and '.join(given)}: missing; a model, a trainer and a rollout are looked at together")
+    known = model_of(model)
     left, right = settings.trainer(trainer), settings.rollout(rollout)
     held: Contract | None = None if contract is None else read(contract).contract
-    result = fits.fit(shape_of(model), left.layout.layout, right.layout.layout, contract=held, training=training)
-    found += [*options.trainer(left.settings), *options.rollout(right.settings), *options.both(left.settings, right.settings), *result.findings]
+    result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training)
+    if plugged:
+        found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype), *_engine(device)]
+    else:
+        found += stock.check(left.running, right.running)
+    found += [*between.check(left.running, right.running, known), *result.findings]
     return Examined(tuple(found), result)
+
+
+def _engine(device: str) -> Iterator[Finding]:
+    """Whether vLLM's plug-in has layers for ``device``."""
+    if device == "cuda":
+        yield Finding(
+            "bad",
+            options.TOPIC,
+            "rollout: the vLLM plug-in has layers for CPUs and Ascend NPUs, none for GPUs",
+            "--device cpu or npu; --stock for stock packages",
+        )

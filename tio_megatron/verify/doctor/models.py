@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import ModelShape
@@ -16,22 +19,55 @@ KNOWN = {
 }
 """Sizes from the published ``config.json`` of each, for people who plan before they download."""
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What vLLM takes from ``generation_config.json`` that changes a distribution."""
+_PUBLISHED_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+"""Of the same models' ``generation_config.json``."""
 
-def shape_of(model: str) -> ModelShape:
-    """The sizes of ``model``: a folder, a ``config.json``, or a name of :data:`KNOWN` (with or without ``Qwen/``).
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model decides a number. ``sampling``: what its ``generation_config.json`` says, empty where there is none."""
+
+    shape: ModelShape
+    rope_theta: float = 1e6
+    rms_eps: float = 1e-6
+    dtype: str = "bfloat16"
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def model_of(model: str) -> Model:
+    """What is known of ``model``: a folder, a ``config.json``, or a name of :data:`KNOWN` (with or without ``Qwen/``).
 
     Raises:
         ValueError: nothing of the kind, or a model that is not covered (:class:`~tio_megatron.checkpoint.CheckpointError`).
-
-    >>> shape_of("Qwen/Qwen3-30B-A3B").experts
-    128
     """
     name = model.removeprefix("Qwen/")
     if name in KNOWN:
-        return KNOWN[name]
+        return Model(KNOWN[name], sampling=dict(_PUBLISHED_SAMPLING))
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"model {model!r}: no such folder or config.json; known by name are {', '.join(KNOWN)}")
-    return CheckpointConfig.from_file(path).shape
+    config = CheckpointConfig.from_file(path)
+    return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, _sampling(path.with_name("generation_config.json")))
+
+
+def shape_of(model: str) -> ModelShape:
+    """The sizes of ``model``, as :func:`model_of` finds it.
+
+    >>> shape_of("Qwen/Qwen3-30B-A3B").experts
+    128
+    """
+    return model_of(model).shape
+
+
+def _sampling(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+    return {name: found[name] for name in SAMPLING if isinstance(found, dict) and found.get(name) is not None}

@@ -1,54 +1,70 @@
-"""Settings of either side that the contract does not cover, found before anything is started."""
+"""Settings of either side that the contract does not cover, found before anything is started: as they will be, defaults included."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tio_megatron.verify.doctor.findings import Finding
+from tio_megatron.verify.doctor.running import Running, dtype
 
 TOPIC = "options"
 BLOCK = 64
 """Keys in one block of the attention walk of the cpu family; a page holds whole blocks."""
 
-ARGUMENTS = {
-    "fp8_format": "fp8",
-    "fp8": "fp8",
-    "swiglu": "",
-    "no_rope_fusion": "",
-    "position_embedding_type": "",
-    "normalization": "normalization",
-}
-"""Megatron-LM arguments whose name is not that of the config's field; an empty one is looked at elsewhere."""
-
 OFF = (None, False, 0, 0.0, "", "none", "None", "null")
 
+REPLACED = ("apply_rope_fusion",)
+"""Defaults of Megatron-LM that a rule refuses and that ``tio_megatron.auto`` changes in its scripts; what is written is refused."""
 
-def trainer(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Megatron settings against the rules that a model is refused by when it is built (dropout, FP8, capacity, ...)."""
-    if not settings:
+FLAGS = {
+    "hidden_dropout": "--hidden-dropout 0",
+    "attention_dropout": "--attention-dropout 0",
+    "normalization": "--normalization RMSNorm",
+    "add_bias_linear": "--disable-bias-linear",
+    "gated_linear_unit": "--swiglu",
+    "position_embedding_type": "--position-embedding-type rope (or --use-rotary-position-embeddings)",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "layernorm_epsilon": "--norm-epsilon",
+    "num_moe_experts": "--num-experts",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "num_query_groups": "--group-query-attention --num-query-groups",
+}
+"""What to write on Megatron-LM's command line."""
+
+
+def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
+    """The trainer's settings against the rules by which a model, its data parallelism and its optimizer are refused when they are built.
+
+    Args:
+        run: as it will run; in words nothing is known.
+        training: the optimizer and the gradients count too.
+    """
+    if run.kind == "words":
+        yield Finding("note", TOPIC, "trainer: a layout in words says nothing about options", "give the launch script or its arguments to have them looked at")
         return
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         yield Finding("unknown", TOPIC, "megatron-core is not installed here: the trainer's options were not looked at", "run it where the trainer runs")
         return
-    from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
-    from tio_megatron.integrations.megatron.refusals import CONFIG_RULES, MODEL_RULES
-
-    named = {ARGUMENTS.get(name, name): value for name, value in settings.items()}
-    seen = set()
-    for rule in (*CONFIG_RULES, *MOE_RULES, *MODEL_RULES):
-        value = named.get(rule.option)
-        if rule.option in seen or value is None or rule.option in ("params_dtype", "activation_func"):
+    seen: set[str] = set()
+    for rule in _rules(training):
+        if rule.option in seen or rule.option not in run or rule.option in ("params_dtype", "activation_func", "fp8_recipe") or rule.option.endswith("_dtype"):
+            continue
+        value = run[rule.option]
+        if rule.option in REPLACED and rule.option not in run.written:
             continue
         seen.add(rule.option)
         works = [work for work in rule.works if not callable(work)]
         if not any(value == work or (work in OFF and value in OFF) for work in works):
-            yield Finding("bad", TOPIC, f"trainer: {rule.option} = {value!r}: {rule.why}", " or ".join(map(repr, works)) + " would work")
-    yield from _balance(named)
-    if named.get("swiglu") is False or named.get("add_bias_linear") is True:
-        yield Finding("bad", TOPIC, "trainer: biases or another activation than SwiGLU", "--swiglu --disable-bias-linear would work")
-    if named.get("virtual_pipeline_model_parallel_size") not in OFF or named.get("num_layers_per_virtual_pipeline_stage") not in OFF:
+            yield _bad(run, rule.option, rule.why, " or ".join(map(repr, works)))
+    if run.get("moe_router_dtype") not in (*OFF, "fp32"):
+        yield _bad(run, "moe_router_dtype", "router logits are fp32", "'fp32'")
+    yield from _balance(run)
+    if training and dtype(run) == "bfloat16" and run.get("grad_reduce_in_fp32") is False:
+        yield _bad(run, "grad_reduce_in_fp32", "gradients would be rounded to bf16 before they are added", "True")
+    if run.get("virtual_pipeline_model_parallel_size") not in OFF or run.get("num_layers_per_virtual_pipeline_stage") not in OFF:
         yield Finding(
             "bad",
             TOPIC,
@@ -57,17 +73,25 @@ def trainer(settings: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _balance(named: Mapping[str, Any]) -> Iterator[Finding]:
-    kinds = named.get("moe_router_load_balancing_type", "aux_loss" if named.get("moe_aux_loss_coeff") else None)
-    weight = named.get("moe_aux_loss_coeff")
+def _rules(training: bool) -> tuple[Any, ...]:
+    from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
+    from tio_megatron.integrations.megatron.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
+    from tio_megatron.integrations.megatron.refusals import CONFIG_RULES, MODEL_RULES
+
+    return (*CONFIG_RULES, *MOE_RULES, *MODEL_RULES, *(DDP_RULES + OPTIMIZER_RULES if training else ()))
+
+
+def _bad(run: Running, option: str, why: str, works: str) -> Finding:
+    flag = FLAGS.get(option) if run.kind == "megatron-lm" else None
+    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", f"{flag or works} would work")
+
+
+def _balance(run: Running) -> Iterator[Finding]:
+    kinds, weight = run.get("moe_router_load_balancing_type"), run.get("moe_aux_loss_coeff")
     for kind, one in zip(*(value if isinstance(value, list) else [value] for value in (kinds, weight)), strict=False):
         if kind not in (None, "none", "seq_aux_loss") and (one not in OFF or kind == "sinkhorn"):
-            yield Finding(
-                "bad",
-                TOPIC,
-                f"trainer: moe_router_load_balancing_type = {kind!r}: its value depends on the micro-batch",
-                "seq_aux_loss, or --moe-aux-loss-coeff 0, would work",
-            )
+            what = f"trainer: moe_router_load_balancing_type = {kind!r}{run.origin('moe_router_load_balancing_type')}: its value depends on the micro-batch"
+            yield Finding("bad", TOPIC, what, "seq_aux_loss, or --moe-aux-loss-coeff 0, would work")
 
 
 ROLLOUT = {
@@ -82,50 +106,40 @@ ROLLOUT = {
 """vLLM arguments that must be off: why, and what works."""
 
 
-def rollout(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """vLLM arguments against what an engine is refused by when it is built."""
+def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
+    """vLLM's settings against what an engine is refused by when it is built.
+
+    Args:
+        run: as it will run.
+        checkpoint: element type of the weights in the folder.
+    """
+    if run.kind == "words":
+        yield Finding("note", TOPIC, "rollout: a layout in words says nothing about options", "give vLLM's arguments to have them looked at")
+        return
+    if run.kind == "verl" and run.get("name", "vllm") != "vllm":
+        yield Finding("bad", TOPIC, f"rollout: verl's rollout is {run['name']!r}: only vLLM has layers here", "actor_rollout_ref.rollout.name=vllm")
     for name, (why, works) in ROLLOUT.items():
-        if why and settings.get(name) not in OFF:
-            yield Finding("bad", TOPIC, f"rollout: {name} = {settings[name]!r}: {why}", works)
+        if run.get(name) not in OFF:
+            yield Finding("bad", TOPIC, f"rollout: {name} = {run[name]!r}: {why}", works)
     for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if settings.get(name) not in (*OFF, 1):
+        if run.get(name) not in (*OFF, 1):
             more = "; start one engine per replica" if name == "data_parallel_size" else ""
-            yield Finding("bad", TOPIC, f"rollout: {name} = {settings[name]!r} is not covered", f"1 would work{more}")
-    if settings.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float32"):
-        yield Finding("bad", TOPIC, f"rollout: kv_cache_dtype = {settings['kv_cache_dtype']!r}: keys and values would be rounded once more", "auto would work")
-    if str(settings.get("dtype", "auto")) not in ("auto", "bfloat16", "float32"):
-        yield Finding("bad", TOPIC, f"rollout: dtype = {settings['dtype']!r}", "bfloat16 or float32, the trainer's, would work")
-    block = settings.get("block_size")
+            yield Finding("bad", TOPIC, f"rollout: {name} = {run[name]!r} is not covered", f"1 would work{more}")
+    if run.get("expert_placement_strategy", "linear") != "linear":
+        yield Finding("bad", TOPIC, f"rollout: expert_placement_strategy = {run['expert_placement_strategy']!r}: experts must be dealt out in runs", "linear")
+    if run.get("disable_cascade_attn") is False:
+        yield Finding(
+            "bad", TOPIC, "rollout: cascade attention merges two partial softmaxes where requests share a prefix", "leave disable_cascade_attn as it is (True)"
+        )
+    if run.get("load_format") not in ("auto", "hf", "safetensors", "pt", "dummy"):
+        yield Finding("bad", TOPIC, f"rollout: load_format = {run['load_format']!r} is not covered", "auto would work")
+    if run.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float32"):
+        yield Finding("bad", TOPIC, f"rollout: kv_cache_dtype = {run['kv_cache_dtype']!r}: keys and values would be rounded once more", "auto would work")
+    if str(run["dtype"]) not in ("auto", "bfloat16", "float32"):
+        yield Finding("bad", TOPIC, f"rollout: dtype = {run['dtype']!r}", "bfloat16 or float32, the trainer's, would work")
+    if run["dtype"] == "auto" and checkpoint == "float32":
+        what = f"rollout: dtype = 'auto'{run.origin('dtype')}: the checkpoint is float32, and vLLM would compute it in bfloat16"
+        yield Finding("bad", TOPIC, what, "dtype float32, or bfloat16 where the trainer uses that too")
+    block = run.get("block_size")
     if isinstance(block, int) and block % BLOCK:
         yield Finding("bad", TOPIC, f"rollout: block_size = {block}: a page must hold whole blocks of keys", f"a multiple of {BLOCK} would work")
-
-
-def both(trainer_settings: Mapping[str, Any], rollout_settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """What must be the same on both sides."""
-    temperature = rollout_settings.get("temperature")
-    if temperature not in (None, 1, 1.0):
-        yield Finding(
-            "note",
-            TOPIC,
-            f"rollout: temperature = {temperature}: the trainer's log-probabilities must be of logits divided by it too",
-            "score with the same temperature",
-        )
-    mode = rollout_settings.get("logprobs_mode")
-    if mode is not None and mode != "processed_logprobs" and temperature not in (None, 1, 1.0):
-        yield Finding(
-            "bad",
-            TOPIC,
-            f"rollout: logprobs_mode = {mode!r} with temperature {temperature}: raw log-probabilities are of another distribution than the sampled one",
-            "processed_logprobs",
-        )
-    dtypes = [_dtype(trainer_settings), str(rollout_settings.get("dtype", "")) or None]
-    if None not in dtypes and "auto" not in dtypes and dtypes[0] != dtypes[1]:
-        yield Finding("bad", TOPIC, f"trainer computes in {dtypes[0]}, rollout in {dtypes[1]}", "the same dtype on both sides")
-
-
-def _dtype(settings: Mapping[str, Any]) -> str | None:
-    if settings.get("bf16"):
-        return "bfloat16"
-    if settings.get("fp16"):
-        return "float16"
-    return None

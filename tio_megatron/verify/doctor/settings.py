@@ -1,13 +1,15 @@
 """What people already have, read as flat settings: command lines, scripts, YAML and JSON of Megatron-LM, vLLM and verl.
 
 Names lose their dashes and their place: ``--tensor-model-parallel-size 4``, ``model_parallel: {tensor_model_parallel_size: 4}`` and verl's
-``actor_rollout_ref.actor.megatron.tensor_model_parallel_size`` all say ``tensor_model_parallel_size`` = 4. Nothing is run or imported.
+``actor_rollout_ref.actor.megatron.tensor_model_parallel_size`` all say ``tensor_model_parallel_size`` = 4. Nothing is run or imported. Sizes that
+nobody writes are those that the reader of the configuration takes (:mod:`.defaults`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +20,34 @@ from typing import Any, Literal
 import yaml
 
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.verify.doctor import defaults, running
+from tio_megatron.verify.doctor.running import Kind, Running
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
-    "trainer": (("actor_rollout_ref", "actor", "megatron"), ("trainer",)),
+    "trainer": (("actor_rollout_ref", "actor", "megatron"), ("actor_rollout_ref", "actor"), ("trainer",)),
     "rollout": (("actor_rollout_ref", "rollout"),),
 }
 """Where verl keeps each side's settings; ``trainer`` holds the numbers of nodes and cards."""
+VERL_ELSEWHERE = (
+    "val_kwargs",
+    "agent",
+    "trace",
+    "checkpoint_engine",
+    "profiler",
+    "multi_turn",
+    "prometheus",
+    "sglang",
+    "trtllm",
+    "optim",
+    "fsdp_config",
+    "checkpoint",
+)
+"""Parts of them that say nothing about the scored tokens, with names that do elsewhere."""
+VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_]\w*)+)=(.*)", re.DOTALL)
+"""How a verl launch script writes a setting."""
+LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
+"""Arguments that take several words."""
 MOST_BYTES = 4 << 20
 
 TRAINER_NAMES = {
@@ -35,6 +58,8 @@ TRAINER_NAMES = {
     "cp": "context_parallel_size",
 }
 ROLLOUT_NAMES = {"tp": "tensor_parallel_size", "ep": "enable_expert_parallel"}
+DECIDE = ("sequence_parallel", "moe_token_dispatcher_type")
+"""What decides a layout beside its sizes."""
 ALIASES = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "expert_parallel_size": "expert_parallel_size",
@@ -50,6 +75,13 @@ class Configured:
 
     layout: TrainerLayout | RolloutLayout
     settings: Mapping[str, Any]
+    kind: Kind = "words"
+
+    @property
+    def running(self) -> Running:
+        """With the defaults of everything that is not written."""
+        side = running.rollout if isinstance(self.layout, RolloutLayout) else running.trainer
+        return side(self.kind, self.settings)
 
 
 def trainer(source: str) -> Configured:
@@ -58,11 +90,16 @@ def trainer(source: str) -> Configured:
     Raises:
         ValueError: cannot be read, a setting has two values, or the sizes do not fit each other.
     """
-    settings = read(source, "trainer")
+    settings, kind = _read(source, "trainer")
     if settings is None:
         return Configured(TrainerLayout.parse(source), {})
+    strategy = settings.get("strategy", "megatron") if kind == "verl" else "megatron"
+    if strategy != "megatron":
+        raise ValueError(f"{source}: the actor's strategy is {strategy!r}; only megatron has layers here (actor_rollout_ref.actor.strategy=megatron)")
+    if kind == "verl":
+        settings = {**{name: defaults.VERL_TRAINER[name] for name in (*TRAINER_NAMES.values(), "nnodes", "n_gpus_per_node", *DECIDE)}, **settings}
     sizes = {name: _whole(settings, option) for name, option in TRAINER_NAMES.items()}
-    if not any(sizes.values()):
+    if not any(sizes.values()) and "num_layers" not in settings:
         raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
     tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
     world = _world(settings)
@@ -78,7 +115,7 @@ def trainer(source: str) -> Configured:
         dp=None if world is None else world // (tp * pp * cp),
         dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
     )
-    return Configured(layout, settings)
+    return Configured(layout, settings, kind)
 
 
 def rollout(source: str) -> Configured:
@@ -87,9 +124,11 @@ def rollout(source: str) -> Configured:
     Raises:
         ValueError: as :func:`trainer`.
     """
-    settings = read(source, "rollout")
+    settings, kind = _read(source, "rollout")
     if settings is None:
         return Configured(RolloutLayout.parse(source), {})
+    if kind == "verl":
+        settings.setdefault("tensor_model_parallel_size", defaults.VERL_ROLLOUT["tensor_model_parallel_size"])
     for theirs, vllms in ALIASES.items():
         if theirs in settings and vllms not in settings:
             settings[vllms] = settings[theirs]
@@ -98,26 +137,45 @@ def rollout(source: str) -> Configured:
     expert = settings.get("enable_expert_parallel")
     if expert is None:
         expert = (_whole(settings, "expert_parallel_size") or 1) > 1
-    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings)
+    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings, kind)
 
 
-def read(source: str, side: Side) -> dict[str, Any] | None:
-    """The settings of one side in ``source``; None when it is neither a file nor arguments, so words.
+def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind]:
+    """The settings of one side in ``source`` and who reads them; None when it is neither a file nor arguments, so words.
 
     Raises:
         ValueError: a file that cannot be read, too large to be a configuration, or in which one name has two values.
     """
     path = Path(source)
-    if "--" not in source and path.suffix.lower() in (".yaml", ".yml", ".json", ".sh", ".txt", ".args") and not path.is_file():
+    if "--" not in source and path.suffix.lower() in (".yaml", ".yml", ".json", ".sh", ".txt", ".args") and not os.path.isfile(source):
         raise ValueError(f"{source}: no such file")
-    if len(source) < 4096 and path.is_file():
+    if os.path.isfile(source):  # False, not an error, for arguments that are too long for a name
         text = _text(path)
         if path.suffix.lower() in (".yaml", ".yml", ".json"):
             return _tree(_parsed(path, text), side, source)
-        return _arguments(text, source)
-    if "--" in source:
-        return _arguments(source, "the arguments")
-    return None
+        return _words(text, side, source)
+    if "--" in source or source.startswith("-") or VERL_OVERRIDE.search(source):
+        return _words(source, side, "the arguments")
+    return None, "words"
+
+
+def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
+    """Of a command line or a script: verl's overrides where there are some, else arguments."""
+    words = _split(text, source)
+    pairs = [found.groups() for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
+    if not pairs:
+        return _arguments(words), "megatron-lm" if side == "trainer" else "vllm"
+    tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
+    for way, value in pairs:  # the last of a repeated name holds, as in Hydra
+        *parents, name = way.split(".")
+        here = tree
+        for parent in parents:
+            below = here.get(parent)
+            if not isinstance(below, dict):
+                below = here[parent] = {}
+            here = below
+        here[name] = _value(value.strip("'\""))
+    return _tree(tree, side, source)
 
 
 def _text(path: Path) -> str:
@@ -136,13 +194,21 @@ def _parsed(path: Path, text: str) -> Any:
         raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
-def _tree(data: Any, side: Side, source: str) -> dict[str, Any]:
+def _tree(data: Any, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
     if not isinstance(data, Mapping):
         raise ValueError(f"{source}: expected a mapping of settings, got {type(data).__name__}")
     if "actor_rollout_ref" in data:
-        parts = [_below(data, way) for way in VERL[side]]
-        return _flat([pair for part in parts for pair in _leaves(part, ())], source)
-    return _flat(_leaves(data, ()), source)
+        pairs = [pair for way in VERL[side] for pair in _leaves(_below(data, way), ()) if not set(pair[0][:-1]) & set(VERL_ELSEWHERE)]
+        if side == "trainer":  # the actor's own settings beside those of its Megatron part, which have been read
+            pairs = [pair for pair in pairs if pair[0][0] != "megatron"]
+            if not _below(data, VERL["trainer"][0]) and not any(way[-1] == "strategy" for way, _ in pairs):
+                pairs.append((("strategy",), "fsdp, verl's default"))
+        # An override is written on top of what it overrides.
+        pairs.sort(key=lambda pair: not any(part.startswith("override_") or part == "engine_kwargs" for part in pair[0]))
+        return _flat(pairs, source), "verl"
+    if side == "rollout":
+        return _flat(_leaves(data, ()), source), "vllm"
+    return _flat(_leaves(data, ()), source), "transformer-config" if "language_model" in data or "model_parallel" in data else "megatron-lm"
 
 
 def _below(data: Any, way: Sequence[str]) -> Any:
@@ -164,7 +230,7 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
     """By last name. Only a name that decides something here may not have two values: verl repeats many others."""
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
-    decide = {*TRAINER_NAMES.values(), *ROLLOUT_NAMES.values(), "sequence_parallel", "moe_token_dispatcher_type"}
+    decide = {*TRAINER_NAMES.values(), *ROLLOUT_NAMES.values(), *DECIDE}
     for way, value in pairs:
         name = way[-1].replace("-", "_")
         if name in decide and name in found and found[name] != value:
@@ -174,12 +240,15 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
     return found
 
 
-def _arguments(text: str, source: str) -> dict[str, Any]:
-    """``--name value``, ``--name=value`` and ``--flag``; of a script, everything that looks so. The last of a repeated name holds, as in argparse."""
+def _split(text: str, source: str) -> list[str]:
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """``--name value``, ``--name=value`` and ``--flag``; of a script, everything that looks so. The last of a repeated name holds, as in argparse."""
     found: dict[str, Any] = {}
     for index, word in enumerate(words):
         if not re.match(r"--[A-Za-z]", word):
@@ -191,7 +260,14 @@ def _arguments(text: str, source: str) -> dict[str, Any]:
         if not given and index + 1 < len(words) and not words[index + 1].startswith("-"):
             value, given = words[index + 1], "="
         name = name.replace("-", "_")
-        if not given and name.startswith("no_"):
+        if name in LISTS:
+            more = [value] if given else []
+            for further in words[index + 2 :] if given == "=" and "=" not in word else ():
+                if further.startswith("-"):
+                    break
+                more.append(further)
+            found[name] = _value(more[0]) if len(more) == 1 else [_value(one) for one in more]
+        elif not given and name.startswith("no_"):
             found[name[3:]] = False
         else:
             found[name] = _value(value) if given else True
@@ -199,7 +275,9 @@ def _arguments(text: str, source: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, truth value or list as YAML reads it; else the text."""
+    """A number, truth value or list as YAML reads it; else the text. YAML takes 1e-6, which has no point, for text."""
+    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
+        return float(text)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -1,0 +1,124 @@
+"""A configuration as it will run: what was written, and the defaults of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tio_megatron.verify.doctor import defaults
+
+Kind = Literal["words", "megatron-lm", "transformer-config", "verl", "vllm"]
+"""Who reads the configuration. ``words`` say a layout and nothing else."""
+
+RELEASE: dict[Kind, str] = {
+    "words": "",
+    "megatron-lm": defaults.MEGATRON_LM,
+    "transformer-config": defaults.MEGATRON_CORE,
+    "verl": defaults.VERL,
+    "vllm": defaults.VLLM,
+}
+
+
+@dataclass(frozen=True)
+class Running(Mapping[str, Any]):
+    """Every setting that is known, by name; ``written`` are the names that somebody wrote."""
+
+    kind: Kind
+    held: Mapping[str, Any] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def origin(self, name: str) -> str:
+        """For messages: empty for what was written, else whose default it is."""
+        return "" if name in self.written else f" ({RELEASE[self.kind]}'s default)" if RELEASE[self.kind] else ""
+
+
+def trainer(kind: Kind, settings: Mapping[str, Any]) -> Running:
+    """The trainer's settings under megatron-core's names.
+
+    >>> run = trainer("megatron-lm", {"swiglu": True, "bf16": True})
+    >>> run["hidden_dropout"], run.origin("hidden_dropout"), run["gated_linear_unit"]
+    (0.1, " (Megatron-LM core_v0.16.1's default)", True)
+    """
+    if kind == "words":
+        return Running(kind)
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name == "disable_bias_linear":
+            name, value = "add_bias_linear", not value
+        named[defaults.MEGATRON_NAMES.get(name, name)] = value
+    written = frozenset(named)
+    if kind == "megatron-lm":
+        return Running(kind, megatron_lm({**defaults.MEGATRON_ARGUMENTS, **named}, written), written | _implied(written))
+    if kind == "verl":
+        return Running(kind, {**defaults.VERL_TRAINER, **named}, written)
+    return Running(kind, _query_groups({**defaults.TRANSFORMER_CONFIG, **named}), written)
+
+
+def megatron_lm(values: dict[str, Any], written: frozenset[str]) -> dict[str, Any]:
+    """What Megatron-LM's ``validate_args`` and ``core_transformer_config_from_args`` make of its arguments, as far as it decides a number."""
+    if values["use_rotary_position_embeddings"]:
+        values["position_embedding_type"] = "rope"
+    values["gated_linear_unit"] = bool(values["swiglu"] or values["quick_geglu"])
+    if values["bf16"] and not values.get("grad_reduce_in_bf16"):
+        values["grad_reduce_in_fp32"] = True
+    if not values["group_query_attention"]:
+        values["num_query_groups"] = None
+    _query_groups(values)
+    hidden = values.get("hidden_size")
+    if values["ffn_hidden_size"] is None and isinstance(hidden, int):
+        values["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if values["swiglu"] else 4 * hidden
+    if values["num_moe_experts"] is not None and values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    return values
+
+
+def _implied(written: frozenset[str]) -> frozenset[str]:
+    """Names that other names decide: they count as written."""
+    implied = set()
+    if "use_rotary_position_embeddings" in written:
+        implied.add("position_embedding_type")
+    if "swiglu" in written:
+        implied.add("gated_linear_unit")
+    if "bf16" in written:
+        implied.add("grad_reduce_in_fp32")
+    return frozenset(implied)
+
+
+def _query_groups(values: dict[str, Any]) -> dict[str, Any]:
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    if values["num_query_groups"] is None:
+        values["num_query_groups"] = heads
+    if values["kv_channels"] is None and isinstance(heads, int) and isinstance(hidden, int) and heads:
+        values["kv_channels"] = hidden // heads
+    return values
+
+
+def rollout(kind: Kind, settings: Mapping[str, Any]) -> Running:
+    """The rollout's settings under vLLM's names."""
+    if kind == "words":
+        return Running(kind)
+    written = frozenset(settings)
+    if kind == "verl":
+        return Running(kind, {**defaults.VLLM_ENGINE, **defaults.VLLM_DECIDES, **defaults.VERL_ROLLOUT, **settings}, written)
+    values = {**defaults.VLLM_ENGINE, **settings}
+    values |= {name: decided for name, decided in defaults.VLLM_DECIDES.items() if values[name] is None}
+    return Running(kind, values, written)
+
+
+def dtype(run: Running) -> str | None:
+    """The element type the trainer computes in; None when the layout was given in words."""
+    if run.kind == "words":
+        return None
+    if run.kind == "verl":
+        return str(run["dtype"])
+    return "bfloat16" if run.get("bf16") else "float16" if run.get("fp16") else "float32"
