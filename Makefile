@@ -62,7 +62,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -106,6 +106,12 @@ test-mindspeed: setup  ## the tests under MindSpeed against its real sources: MI
 	@$(HELPERS)
 	[ -f '$(MINDSPEED)/mindspeed/patch_utils.py' ] || die "no mindspeed/patch_utils.py in MINDSPEED='$(MINDSPEED)': make test-mindspeed MINDSPEED=DIR, with a checkout of MindSpeed's branch core_r0.16.0"
 	MINDSPEED='$(abspath $(MINDSPEED))' $(BIN)/python -m pytest tests/integrations/mindspeed $(ARGS)
+
+test-megatron-lm: setup  ## pretrain_gpt.py of Megatron-LM's own sources under the contract: MEGATRON_LM=DIR, a checkout of tag core_v0.16.1
+	@$(HELPERS)
+	[ -f '$(MEGATRON_LM)/megatron/training/arguments.py' ] || die "no megatron/training/arguments.py in MEGATRON_LM='$(MEGATRON_LM)': make test-megatron-lm MEGATRON_LM=DIR, with a checkout of Megatron-LM's tag core_v0.16.1"
+	[ -d '$(VENV)/megatron-lm-needs' ] || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target '$(VENV)/megatron-lm-needs' -r tests/integrations/megatron_lm/requirements.txt
+	MEGATRON_LM='$(abspath $(MEGATRON_LM))' MEGATRON_LM_NEEDS='$(abspath $(VENV))/megatron-lm-needs' $(BIN)/python -m pytest tests/integrations/megatron_lm $(ARGS)
 
 test-vllm-ascend: setup  ## what we name of vllm-ascend against its sources: VLLM_ASCEND=DIR (release 0.23.0), and VLLM=DIR (vLLM 0.23.0) if there
 	@$(HELPERS)

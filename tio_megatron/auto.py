@@ -1,16 +1,15 @@
 """``import tio_megatron.auto`` applies the contract that ``TIO_CONTRACT`` names, for configurations that can only name a module to import.
 
 ``1`` or ``default`` is the default contract; otherwise a JSON object or the path of a JSON file, which may hold ``vocab_size``. Unset, empty
-or ``0``: nothing is applied.
+or ``0``: nothing is applied, unless ``TIO_MEGATRON=1`` asks for the default contract. In Megatron-LM's scripts the ``--tio-*`` arguments of
+the command line go before the variables.
 """
 
 from __future__ import annotations
 
-import tio_megatron
-from tio_megatron.contract.environment import from_environment
+import sys
 
-setting = from_environment()
+from tio_megatron.integrations.megatron_lm.start import switch_on
+
+setting = switch_on(sys.argv[1:])
 """What was applied, or ``None``."""
-
-if setting is not None:
-    tio_megatron.apply(setting.contract, vocab_size=setting.vocab_size)

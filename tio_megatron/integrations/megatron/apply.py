@@ -11,7 +11,9 @@ from typing import Any
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations import devices, mindspeed
+from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron_lm.patches import training_patches
 from tio_megatron.integrations.mindspeed import late
 from tio_megatron.integrations.mindspeed.install import ThroughMindSpeed
 from tio_megatron.integrations.mindspeed.install import install as install_through_mindspeed
@@ -21,6 +23,8 @@ from tio_megatron.layers import grads
 SUPPORTED_TORCH = "2.13.0"
 
 _installed: Installed | ThroughMindSpeed | None = None
+_training: LatePatches | None = None
+"""What waits for Megatron-LM's own scripts, or is in force in them."""
 
 
 class Applied:
@@ -64,7 +68,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     session = _setting(contract, vocab_size)
     current = state.session()
     if current is not None:
-        if current == session:
+        if current == session or (state.learned() and session == Setting(current.contract)):
             return Applied(session, owner=False)
         found = current.contract.differences(session.contract)
         if current.vocab_size != session.vocab_size:
@@ -104,29 +108,39 @@ def problems() -> list[str]:
     """
     if _installed is None:
         return ["nothing is applied in this process: call tio_megatron.apply(), or import tio_megatron.auto with TIO_CONTRACT set"]
-    return _installed.problems()
+    return _installed.problems() + (_training.problems() if _training is not None else [])
 
 
 def patched() -> dict[str, Any]:
     """How the contract is in force in this process, for reports: ``through`` whom, the ``symbols``, and those ``shared`` with MindSpeed."""
     if _installed is None:
         return {"through": None, "symbols": [], "shared": {}}
+    symbols = sorted([*_installed.targets, *(_training.targets if _training is not None else ())])
     if isinstance(_installed, ThroughMindSpeed):
-        return {"through": "MindSpeed's patch manager", "symbols": sorted(_installed.targets), "shared": _installed.shared()}
-    return {"through": "tio_megatron", "symbols": sorted(_installed.targets), "shared": {}}
+        return {"through": "MindSpeed's patch manager", "symbols": symbols, "shared": _installed.shared()}
+    return {"through": "tio_megatron", "symbols": symbols, "shared": {}}
 
 
 def _install() -> None:
-    global _installed
+    global _installed, _training
     # The classes that models are built of, too: they are subclasses of stock's, which MindSpeed may replace later.
     from tio_megatron.integrations.megatron import build  # noqa: F401
     from tio_megatron.integrations.megatron.patches import all_patches
 
-    _installed = install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
+    _training = LatePatches(training_patches())
+    try:
+        _installed = install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
+    except BaseException:
+        _training.undo()
+        _training = None
+        raise
 
 
 def _remove() -> None:
-    global _installed
+    global _installed, _training
+    if _training is not None:
+        _training.undo()
+        _training = None
     if _installed is not None:
         _installed.undo()
         _installed = None

@@ -39,7 +39,7 @@ _LITERAL_CUDA = (
 )
 """Modules that write a CUDA device as a literal."""
 
-_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "tensor", "zeros", "zeros_like")
 
 _installed: Installed | None = None
 
@@ -139,6 +139,11 @@ class _HostTorch(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def host_torch() -> types.ModuleType:
+    """A stand-in for the name ``torch`` in a module that writes ``device="cuda"``."""
+    return _HostTorch()
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -20,7 +20,7 @@ OPTIMIZER_RULES = (
     Rule("fp16", OFF, _SCALED),
     Rule("loss_scale", (None,), _SCALED),
     Rule("params_dtype", (torch.bfloat16, torch.float32), "only these element types have kernels"),
-    Rule("fp8_recipe", (None,), _QUANTIZED),
+    Rule("fp8_recipe", (None, "delayed"), _QUANTIZED),  # Megatron-LM's scripts say "delayed" without FP8 too
     Rule("reuse_grad_buf_for_mxfp8_param_ag", OFF, _QUANTIZED),
     Rule("use_precision_aware_optimizer", OFF, _PRECISION),
     Rule("main_grads_dtype", (torch.float32,), _PRECISION),

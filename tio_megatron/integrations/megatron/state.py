@@ -6,6 +6,7 @@ from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting
 
 _session: Setting | None = None
+_learned = False
 
 
 def session() -> Setting | None:
@@ -27,13 +28,31 @@ def active() -> Contract:
     return _session.contract
 
 
+def learn_vocab_size(size: int) -> None:
+    """The true vocabulary, from whoever knows it (a tokenizer) after ``apply()`` was told none. Before models are built.
+
+    Raises:
+        ValueError: another one is in force.
+    """
+    global _session, _learned
+    setting = Setting(active(), size)
+    if _session is not None and _session.vocab_size not in (None, size):
+        raise ValueError(f"the true vocabulary is {_session.vocab_size} already, not {size}")
+    _session, _learned = setting, True
+
+
+def learned() -> bool:
+    """Whether the true vocabulary in force was learned, not given to ``apply()``."""
+    return _learned
+
+
 def enter(new: Setting) -> None:
     """Put ``new`` in force. Only :mod:`.apply` calls this."""
-    global _session
-    _session = new
+    global _session, _learned
+    _session, _learned = new, False
 
 
 def leave() -> None:
     """Put nothing in force. Only :mod:`.apply` calls this."""
-    global _session
-    _session = None
+    global _session, _learned
+    _session, _learned = None, False

@@ -1,0 +1,2 @@
+def load(args):
+    raise RuntimeError("no CUDA compiler")
