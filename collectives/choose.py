@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tio_megatron.collectives import plan, wire
+from tio_megatron.collectives.failure import Call
 
 SWITCH_BYTES = 2 << 20
 """Up to this many bytes of input ``auto`` takes ``doubling``, above it ``scatter``; measured over gloo by ``benchmarks/collectives.py``.
@@ -113,7 +114,9 @@ def check_agreement(what: str, group: wire.Group, same: dict[str, Any], to: list
     mine = torch.tensor(list(text.ljust(_CHECK_BYTES)), dtype=torch.uint8, device=wire.device(group))
     everybody = torch.empty(size * _CHECK_BYTES, dtype=torch.uint8, device=mine.device)
     each = [_CHECK_BYTES] * size
-    wire.all_to_all(everybody, each, mine.repeat(size), each, group)
+    assert group is not None, "one rank alone agrees with itself"
+    with Call(f"the check before {what}", group) as call:
+        wire.all_to_all(everybody, each, mine.repeat(size), each, group, call.deadline)
     heard = [json.loads(bytes(text)) for text in everybody.view(size, _CHECK_BYTES).tolist()]
     wrong = [f"rank {peer}: {heard[peer][0]}" for peer in range(size) if heard[peer][0] != heard[0][0]]
     if wrong:

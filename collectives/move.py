@@ -8,6 +8,7 @@ import torch
 
 from tio_megatron.collectives import program, wire
 from tio_megatron.collectives.choose import check_agreement, check_no_grad, check_rows
+from tio_megatron.collectives.failure import Call
 
 
 def all_gather(x: torch.Tensor, group: wire.Group, *, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -39,7 +40,7 @@ def all_gather(x: torch.Tensor, group: wire.Group, *, sizes: Sequence[int] | Non
     torch.split(out, counts)[rank].copy_(x)
     row = x.shape[1:].numel()
     flat = out.view(-1)
-    program.carry_out(program.gathering(rank, tuple(count * row for count in counts)), flat, flat, flat, group)
+    program.carry_out("all_gather", program.gathering(rank, tuple(count * row for count in counts)), flat, flat, flat, group)
     return out
 
 
@@ -75,7 +76,9 @@ def all_to_all(x: torch.Tensor, out_splits: Sequence[int] | None, in_splits: Seq
     check_agreement("all_to_all", group, {"row": tuple(x.shape[1:]), "dtype": x.dtype}, to, expected)
     out = torch.empty((sum(expected), *x.shape[1:]), dtype=x.dtype, device=x.device)
     row = x.shape[1:].numel()
-    wire.all_to_all(out.view(-1), [n * row for n in expected], x.contiguous().view(-1), [n * row for n in to], group)
+    assert group is not None
+    with Call("all_to_all", group) as call:
+        wire.all_to_all(out.view(-1), [n * row for n in expected], x.contiguous().view(-1), [n * row for n in to], group, call.deadline)
     return out
 
 

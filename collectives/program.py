@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from tio_megatron.collectives import plan, wire
+from tio_megatron.collectives.failure import Call
 
 X, SLOTS, OUT = 0, 1, 2
 
@@ -45,10 +46,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """All steps of one rank, and the scratch elements they need."""
+    """All steps of one rank, and the scratch elements they need. ``name`` says by which schedule."""
 
+    name: str
     steps: tuple[Step, ...]
     scratch: int
+
+    def where(self, number: int) -> tuple[str, tuple[int, ...]]:
+        """In words where in it step ``number`` is, and the ranks of the group that this one exchanges with there."""
+        step, before = self.steps[number], sum(bool(step.how) for step in self.steps[: number + 1])
+        peers = sorted({peer for peer, segment in (*step.sends, *step.recvs) if segment[2] > segment[1]})
+        return f" ({self.name}, exchange {before} of {sum(bool(step.how) for step in self.steps)})", tuple(peers)
 
 
 @lru_cache(maxsize=1024)
@@ -70,13 +78,13 @@ def compiled(schedule: str, owned: plan.Owned, leaves: int, rank: int, direct: b
     pieces = lengths if lengths is not None else cut(elements, size) if steps.cut else (elements,)
     # With scatter every slot is of this rank's own piece, and slots without gaps travel without packing.
     stride = pieces[rank] if schedule == "scatter" and size > 1 else max(pieces)
-    return Program(_steps(steps.rounds, rank, size, pieces, elements, stride, scattered), steps.slots * stride)
+    return Program(schedule, _steps(steps.rounds, rank, size, pieces, elements, stride, scattered), steps.slots * stride)
 
 
 @lru_cache(maxsize=1024)
 def gathering(rank: int, lengths: tuple[int, ...]) -> Program:
     """The program of an all-gather of pieces of ``lengths``, where each rank's own is in the result already."""
-    return Program(_steps(plan.gather_rounds(len(lengths), rank), rank, len(lengths), lengths, sum(lengths), 0, False), 0)
+    return Program("doubling", _steps(plan.gather_rounds(len(lengths), rank), rank, len(lengths), lengths, sum(lengths), 0, False), 0)
 
 
 def cut(elements: int, size: int) -> tuple[int, ...]:
@@ -84,34 +92,41 @@ def cut(elements: int, size: int) -> tuple[int, ...]:
     return tuple(elements // size + (i < elements % size) for i in range(size))
 
 
-def carry_out(program: Program, x: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, group: wire.Group) -> None:
-    """Run a program on its three flat buffers."""
+def carry_out(what: str, program: Program, x: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, group: wire.Group) -> None:
+    """Run a program on its three flat buffers.
+
+    Raises:
+        CollectiveError: a rank is missing; names it, the collective ``what`` and its group.
+    """
     buffers = (x, slots, out)
 
     def at(segment: Segment) -> torch.Tensor:
         return buffers[segment[0]][segment[1] : segment[2]]
 
-    for step in program.steps:
-        if step.how == "swap":
-            _swap(step, buffers, group)
-        elif step.how == "links":
-            wire.links([(peer, at(s)) for peer, s in step.sends], [(peer, at(s)) for peer, s in step.recvs], group)
-        for left, right, target in step.adds:
-            torch.add(at(left), at(right), out=at(target))
-        for source, target in step.copies:
-            at(target).copy_(at(source))
+    with Call(what, group, program.where) as call:
+        for call.number, step in enumerate(program.steps):
+            if step.how:
+                assert group is not None, "one rank alone has nobody to exchange with"
+                if step.how == "swap":
+                    _swap(step, buffers, group, call.deadline)
+                else:
+                    wire.links([(peer, at(s)) for peer, s in step.sends], [(peer, at(s)) for peer, s in step.recvs], group, call.deadline)
+            for left, right, target in step.adds:
+                torch.add(at(left), at(right), out=at(target))
+            for source, target in step.copies:
+                at(target).copy_(at(source))
 
 
-def _swap(step: Step, buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], group: wire.Group) -> None:
+def _swap(step: Step, buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], group: wire.AnyGroup, deadline: float) -> None:
     """One all-to-all. Only what goes to several ranks, or lies apart, is packed."""
     leaving, arriving = [[buffers[b][lo:hi] for b, lo, hi in bundle.parts] for bundle in (step.leaving, step.arriving)]
     like = (leaving or arriving or buffers)[0]
     x = leaving[0] if len(leaving) == 1 else torch.cat(leaving) if leaving else like[:0]
     if len(arriving) == 1:
-        wire.all_to_all(arriving[0], step.arriving.counts, x, step.leaving.counts, group)
+        wire.all_to_all(arriving[0], step.arriving.counts, x, step.leaving.counts, group, deadline)
         return
     packed = like.new_empty(step.arriving.wide)
-    wire.all_to_all(packed, step.arriving.counts, x, step.leaving.counts, group)
+    wire.all_to_all(packed, step.arriving.counts, x, step.leaving.counts, group, deadline)
     start = 0
     for part in arriving:
         part.copy_(packed[start : start + part.numel()])

@@ -56,7 +56,7 @@ def all_reduce(
     check_agreement("all_reduce", group, {"shape": tuple(x.shape), "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
-        _run(schedule, plan.rank_order(size), size, x.contiguous().view(1, -1), result.view(-1), None, rank, group)
+        _run("all_reduce", schedule, plan.rank_order(size), size, x.contiguous().view(1, -1), result.view(-1), None, rank, group)
     return result
 
 
@@ -91,7 +91,7 @@ def all_reduce_nodes(
         check_agreement("all_reduce_nodes", group, {"shape": tuple(shape), "spans": owned, "out_dtype": dtype, "schedule": schedule})
     with torch.no_grad():
         result = torch.empty(shape, dtype=dtype, device=x.device)
-        _run(schedule, owned, tree.leaves, x.contiguous().view(x.shape[0], shape.numel()), result.view(-1), None, rank, group)
+        _run("all_reduce_nodes", schedule, owned, tree.leaves, x.contiguous().view(x.shape[0], shape.numel()), result.view(-1), None, rank, group)
     return result
 
 
@@ -188,15 +188,15 @@ def _reduce_scatter(
     with torch.no_grad():
         result = torch.empty((counts[rank], *row), dtype=dtype, device=x.device)
         lengths = tuple(count * row.numel() for count in counts)
-        _run(schedule, owned, leaves, x.contiguous().view(x.shape[0], sum(lengths)), result.view(-1), lengths, rank, group)
+        _run(what, schedule, owned, leaves, x.contiguous().view(x.shape[0], sum(lengths)), result.view(-1), lengths, rank, group)
     return result
 
 
 def _run(
-    schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: torch.Tensor, lengths: tuple[int, ...] | None, rank: int, group: wire.Group
+    what: str, schedule: str, owned: plan.Owned, leaves: int, x: torch.Tensor, out: torch.Tensor, lengths: tuple[int, ...] | None, rank: int, group: wire.Group
 ) -> None:
     """Sum the rows of ``x`` [F, n] fp32 into ``out`` [n], or with ``lengths`` of each rank's piece, this rank's piece of it."""
     elements = x.shape[1]
     if elements:
         steps = program.compiled(schedule, owned, leaves, rank, out.dtype == torch.float32, elements, lengths)
-        program.carry_out(steps, x.view(-1), scratch.borrow(steps.scratch, x.device), out, group)
+        program.carry_out(what, steps, x.view(-1), scratch.borrow(steps.scratch, x.device), out, group)

@@ -7,14 +7,18 @@ machine (the caller loses its core while it holds a connection's lock, and gloo'
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup | None
+AnyGroup = dist.ProcessGroup
+
+Group = AnyGroup | None
 """A process group, or None for one rank alone (not the default group)."""
 
 Message = tuple[int, torch.Tensor]
@@ -22,6 +26,7 @@ Message = tuple[int, torch.Tensor]
 
 _TAG = 0x710
 """Keeps gloo from matching our messages on links with somebody else's in the same group; NCCL matches by order alone and ignores it."""
+_NEVER_SENT = 0x711
 
 
 @dataclass
@@ -78,21 +83,37 @@ def device(group: Group) -> torch.device:
     return torch.device("cpu") if accelerator is None or dist.get_backend(group) == "gloo" else accelerator
 
 
-def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in_counts: Sequence[int], group: Group) -> None:
-    """``in_counts[p]`` elements of the flat ``x`` to each rank p, in rank order, and ``out_counts[p]`` from each into the flat ``out``."""
+def waits(group: AnyGroup) -> bool:
+    """Whether a call returns when its bytes have come; else (NCCL, HCCL) they come in a stream, and the backend's own watchdog keeps the time."""
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
+def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in_counts: Sequence[int], group: AnyGroup, deadline: float) -> None:
+    """``in_counts[p]`` elements of the flat ``x`` to each rank p, in rank order, and ``out_counts[p]`` from each into the flat ``out``.
+
+    ``deadline``, on :func:`time.monotonic`'s clock: gloo gives up then.
+    """
     scale = x.element_size()
     sizes = [n * scale for n in in_counts]
     if _counting:
         _count(sizes, dist.get_rank(group))
     host = _by_host(out, group)
     target = torch.empty(out.shape, dtype=out.dtype, device="cpu") if host else out
-    dist.all_to_all_single(target.view(torch.uint8), (x.cpu() if host else x).view(torch.uint8), [n * scale for n in out_counts], sizes, group=group)
+    options = dist.AllToAllOptions()  # torch's function of this name has no way to say how long
+    options.timeout = _left(deadline)
+    work = group.alltoall_base(target.view(torch.uint8), (x.cpu() if host else x).view(torch.uint8), [n * scale for n in out_counts], sizes, options)
+    if work is not None:
+        work.wait()
     if host:
         out.copy_(target)
 
 
-def links(sends: Sequence[Message], recvs: Sequence[Message], group: Group) -> None:
-    """Send and receive over the links to the named peers only. Empty messages are left out at both ends."""
+def links(sends: Sequence[Message], recvs: Sequence[Message], group: AnyGroup, deadline: float) -> None:
+    """Send and receive over the links to the named peers only. Empty messages are left out at both ends. ``deadline`` as in :func:`all_to_all`."""
     sends = [(peer, t) for peer, t in sends if t.numel()]
     recvs = [(peer, t) for peer, t in recvs if t.numel()]
     if _counting:
@@ -102,11 +123,29 @@ def links(sends: Sequence[Message], recvs: Sequence[Message], group: Group) -> N
     ops = [dist.P2POp(dist.irecv, t, group=group, tag=_TAG, group_peer=peer) for (peer, _), t in zip(recvs, host, strict=True)]
     ops += [dist.P2POp(dist.isend, t.cpu() if _by_host(t, group) else t, group=group, tag=_TAG, group_peer=peer) for peer, t in sends]
     if ops:
+        timed = waits(group)
         for work in dist.batch_isend_irecv(ops):
-            work.wait()
+            work.wait(_left(deadline)) if timed else work.wait()
     for (_, t), received in zip(recvs, host, strict=True):
         if received is not t:
             t.copy_(received)
+
+
+def hang_up(group: AnyGroup) -> None:
+    """Close this rank's connections in ``group``: the others learn at once that it takes no further part, also those that wait for somebody else.
+
+    gloo has no call for this, but closes all connections of a group when one wait has taken too long.
+    """
+    if not waits(group):
+        return
+    rank, size = place(group)
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in range(size):
+        if peer != rank:
+            try:
+                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:  # too long, as meant; or closed already
+                continue
 
 
 def _by_host(tensor: torch.Tensor, group: Group) -> bool:

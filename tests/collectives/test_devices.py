@@ -27,8 +27,8 @@ class OneDevice(TorchDispatchMode):
 # The two places where bytes leave a rank: here nothing leaves, and what would must be on the device.
 sent = []
 def there(*tensors): sent.extend(tensors); assert all(t.device.type == "meta" for t in tensors), tensors
-wire.links = lambda sends, recvs, group: there(*(t for _, t in [*sends, *recvs]))
-wire.all_to_all = lambda out, out_counts, x, in_counts, group: there(out, x)
+wire.links = lambda sends, recvs, group, deadline: there(*(t for _, t in [*sends, *recvs]))
+wire.all_to_all = lambda out, out_counts, x, in_counts, group, deadline: there(out, x)
 
 dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=4)
 group, tree = dist.group.WORLD, ReductionTree(8)
