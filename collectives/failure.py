@@ -134,10 +134,7 @@ class Call:
         assert self.group is not None
         known = last_words.session()
         if known is not None and wire.waits(self.group):
-            try:
-                known.look(last_words.global_ranks(self.group))
-            except RuntimeError:  # a store that has gone: the message will know less
-                pass
+            known.look(last_words.global_ranks(self.group))
         _known[self.group] = True
 
 
@@ -176,7 +173,7 @@ def explained(error: BaseException, what: str, group: wire.Group = None, waited:
     met = f"exchanging with {_ranks(lost)}" if len(lost) < len(others) else "waiting"
     text = f"{place}: {why}; rank {known.rank} noticed after {waited:.1f} of {limit:g} s (TIO_COLLECTIVE_SECONDS), {met} ({backend})"
     if heard.reached:
-        known.conclude(Words(known.rank, f"{place}: {why}"[: last_words.LIMIT], missing=missing), 0.4)
+        known.conclude(Words(known.rank, f"{place}: {why}"[: last_words.LIMIT], missing=missing, final=True), sorted(heard.words), 0.4)
     return CollectiveError(text, what, ranks, missing, waited)
 
 
@@ -188,6 +185,8 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
         return tuple(own), "; ".join(f"rank {rank} has left with {words[rank].text}" for rank in own[:_SHOWN])
     silent = [rank for rank in others if rank not in words]
     states = {rank: heard.who[rank].state() if rank in heard.who else "unknown" for rank in silent}
+    if heard.lost and not heard.reached:
+        silent, states = [rank for rank in silent if rank in heard.lost], heard.lost
     away = [rank for rank in silent if states[rank] in ("gone", "stopped")]
     if not away and not heard.reached:
         here = heard.who.get(known.rank)

@@ -51,21 +51,26 @@ class Who:
 
 @dataclass(frozen=True)
 class Words:
-    """Why ``rank`` has left. ``own``: an error of its own; else it lost others, of which ``missing`` were found missing."""
+    """Why ``rank`` leaves. ``own``: an error of its own; else it lost others, and once it is ``final`` has found ``missing`` missing."""
 
     rank: int
     text: str
     own: bool = False
     missing: tuple[int, ...] = ()
+    final: bool = False
 
 
 @dataclass
 class Heard:
-    """What the store knew: ``words`` and ``who`` by rank; ``reached`` says whether it answered."""
+    """What the store knew: ``words`` and ``who`` by rank; ``reached`` says whether it answered.
+
+    ``lost``: who was gone or stopped at once. Later others may have gone who only said the same.
+    """
 
     words: dict[int, Words] = field(default_factory=dict)
     who: dict[int, Who] = field(default_factory=dict)
     reached: bool = False
+    lost: dict[int, str] = field(default_factory=dict)
 
 
 class Session:
@@ -86,8 +91,13 @@ class Session:
     def look(self, ranks: Sequence[int]) -> None:
         """Where the others run, who have all announced themselves by now."""
         wanted = [rank for rank in ranks if rank not in self.who]
-        if wanted and self.store.check([f"{_WHO}{rank}" for rank in wanted]):
-            self.who.update({rank: _who(self.store.get(f"{_WHO}{rank}")) for rank in wanted})
+
+        def ask() -> None:
+            if self.store.check([f"{_WHO}{rank}" for rank in wanted]):
+                self.who.update({rank: _who(self.store.get(f"{_WHO}{rank}")) for rank in wanted})
+
+        if wanted:
+            _bounded(ask, 1.0)
 
     def leave(self, words: Words, seconds: float) -> None:
         """Leave words, unless some were left before."""
@@ -98,6 +108,7 @@ class Session:
     def exchange(self, words: Words, ranks: Sequence[int], seconds: float) -> Heard:
         """Leave ``words`` and listen for those of ``ranks`` until the reason is known or ``seconds`` have passed."""
         heard, first, self.said = Heard(who=dict(self.who)), not self.said, True
+        heard.lost = {rank: who.state() for rank, who in heard.who.items() if who.state() in ("gone", "stopped")}
         deadline = time.monotonic() + seconds
 
         def converse() -> None:
@@ -120,9 +131,23 @@ class Session:
         _bounded(converse, seconds + 2 * _POLL)
         return heard
 
-    def conclude(self, words: Words, seconds: float) -> None:
-        """Put what was found in the place of this rank's words: who lost this rank alone learns from it why."""
-        _bounded(lambda: _say(_clone(self.store), words), seconds)
+    def conclude(self, words: Words, ranks: Sequence[int], seconds: float) -> None:
+        """Put what was found in the place of this rank's words: who lost this rank alone learns from it why.
+
+        Then wait until ``ranks`` have found out too, for with this process the store may go.
+        """
+        deadline = time.monotonic() + seconds
+
+        def converse() -> None:
+            store = _clone(self.store)
+            _say(store, words)
+            while time.monotonic() < deadline:
+                found = [_words(store.get(f"{_WORDS}{rank}")) for rank in ranks if store.check([f"{_WORDS}{rank}"])]
+                if all(each.final or each.own for each in found):
+                    return
+                time.sleep(_POLL)
+
+        _bounded(converse, seconds + 2 * _POLL)
 
 
 _session: Session | None = None

@@ -52,7 +52,7 @@ def start_torchrun(argv: list[str]) -> int:
         options = parse(words)
         place = hosts.from_environment(os.environ)
         if place.many:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported; else it says of each host that its name is not known
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported; else it says of each host that its name is not known
         needed = options.trainer.ranks
         if "NPROC_PER_NODE" not in os.environ and needed % place.count:
             raise ValueError(f"layout {options.trainer} has {needed} ranks, which do not divide by {place.count} hosts; set NPROC_PER_NODE, or choose another layout")
@@ -103,6 +103,7 @@ def start_torchrun(argv: list[str]) -> int:
 
 def run_job(argv: list[str]) -> int:
     """This process's part of the job."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its errors are exceptions too, without the frames of its C++
     if argv[:1] == ["rl"]:
         from examples.qwen3_moe.rl import main
 

@@ -27,12 +27,16 @@ _FULL = "No space left on device"
 
 
 class InputProblem(ValueError):
-    """Something the user can mend; the job ends with this one line and status 2."""
+    """Something the user can mend; the job ends with this one line and status 2. ``everywhere``: each rank knows its own part of it."""
+
+    def __init__(self, *words: object, everywhere: bool = False) -> None:
+        super().__init__(*words)
+        self.everywhere = everywhere
 
 
 def refuse(problem: BaseException) -> int:
     """Say in one line what is wrong with the input; returns the exit status for it."""
-    return say(f"error: {describe(problem)}", 2)
+    return say(f"error: {describe(problem)}", 2, everywhere=isinstance(problem, InputProblem) and problem.everywhere)
 
 
 def interrupted() -> int:
@@ -40,15 +44,17 @@ def interrupted() -> int:
     return say("interrupted", INTERRUPTED)
 
 
-def say(text: str, status: int) -> int:
+def say(text: str, status: int, *, everywhere: bool = False) -> int:
     """Print one line, unless a rank of this start has said something already; from here on signals do not disturb this process.
+
+    Ranks that no torchrun has started have no place to settle it: rank 0 says it, or with ``everywhere`` each of them.
 
     Returns:
         ``status``.
     """
     ignore_signals()
     line = f"qwen3_moe: {' '.join(text.split())}"
-    if _first_to_say(line, status):
+    if _first_to_say(line, status, everywhere):
         print(line, file=sys.stderr, flush=True)
     return status
 
@@ -112,11 +118,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _first_to_say(line: str, status: int) -> bool:
+def _first_to_say(line: str, status: int, everywhere: bool) -> bool:
     """Write the line into the folder of this start, whole or not at all; False when another rank was there before."""
     folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if not folder.name.startswith("attempt_"):
-        return int(os.environ.get("RANK", "0")) == 0
+        return everywhere or int(os.environ.get("RANK", "0")) == 0
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".said-", encoding="utf-8") as draft:
             json.dump({"line": line, "status": status}, draft)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from examples.qwen3_moe.world import World
     from tio_megatron.contract import Contract
 
+PAUSE = 1.5
+"""Seconds in which torchrun has noticed that a rank of its host has gone."""
+
 Parse = Callable[[Sequence[str], int | None], Any]
 Work = Callable[[Any, "World", "Screen"], int]
 
@@ -65,6 +68,7 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
         return ending.refuse(problem)
     from examples.qwen3_moe.screen import Screen
     from examples.qwen3_moe.world import FirstRankFailed, World, exit_status
+    from tio_megatron.collectives import failure
 
     screen = Screen(first)
     world: World | None = None
@@ -73,8 +77,16 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
         """Report an error of this rank; returns the exit status."""
         status = exit_status(error)
         if status == 2:
+            failure.leave(error)
             return ending.refuse(error)
-        _wait_for_torchrun(error)
+        if failure.lost_others(error):  # of a collective that is not ours
+            error = failure.explained(error, "a collective of torch's")
+        if isinstance(error, failure.CollectiveError):
+            # One line says it, and the missing rank's own is better: torchrun ends this rank in a moment if it was one of this host.
+            if error.waited < failure.patience():
+                time.sleep(PAUSE)
+            return ending.say(f"rank {os.environ.get('RANK', '0')}: {error}", status, everywhere=True)
+        failure.leave(error)
         ending.ignore_signals()
         traceback.print_exc()
         print(f"qwen3_moe: rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -116,16 +128,6 @@ def prepared(options: Options, until: contextlib.ExitStack) -> tuple[Contract, l
         return contract, made, scratch
     except (OSError, ValueError) as error:
         raise ending.InputProblem(ending.describe(error)) from error
-
-
-def _wait_for_torchrun(error: Exception) -> None:
-    """An error of a rank whose neighbour has gone says nothing; the neighbour's does, and torchrun ends this rank in a moment.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: it does, or Ctrl-C reached this rank too.
-    """
-    if "RANK" in os.environ and any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
-        time.sleep(10)
 
 
 def _scratch(options: Options, found: Sequence[Stage]) -> Path:

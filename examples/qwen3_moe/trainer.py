@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 import tio_megatron
 from examples.qwen3_moe.batches import Batch, batch, steps
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, write_checkpoint
+from tio_megatron.collectives import failure
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
@@ -56,6 +57,7 @@ class Trainer:
             context_parallel_size=sizes.cp,
             expert_model_parallel_size=sizes.ep,
             expert_tensor_parallel_size=sizes.expert_tp,
+            distributed_timeout_minutes=failure.patience() / 60,
         )
         model_parallel_cuda_manual_seed(seed)
         fields = {"moe_token_dispatcher_type": layout.dispatcher} if config.shape.experts else {}

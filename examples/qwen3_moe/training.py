@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import tio_megatron
 from tio_megatron.checkpoint import Checkpoint
+from tio_megatron.collectives import failure
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
@@ -111,6 +112,7 @@ class Training:
                 context_parallel_size=sizes.cp,
                 expert_model_parallel_size=sizes.ep,
                 expert_tensor_parallel_size=sizes.expert_tp,
+                distributed_timeout_minutes=failure.patience() / 60,
             )
             model_parallel_cuda_manual_seed(recipe.seed)
             self.megatron = transformer_config(self.config, sizes, finalize_model_grads_func=finalize_model_grads, **self._fields())
@@ -118,9 +120,7 @@ class Training:
             load_weights(bare, checkpoint)
             if contract is None:
                 _clear_padding(bare, self.config.shape.vocab)
-        wrapping = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=cut.overlap, use_distributed_optimizer=cut.distributed_optimizer
-        )
+        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=cut.overlap, use_distributed_optimizer=cut.distributed_optimizer)
         self.model = DistributedDataParallel(self.megatron, wrapping, bare)
         settings = OptimizerConfig(
             optimizer="adam",

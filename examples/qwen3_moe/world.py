@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from examples.qwen3_moe import ending, hosts
+from examples.qwen3_moe.pulse import Pulse
 from tio_megatron.checkpoint import CheckpointError
+from tio_megatron.collectives import failure, last_words
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(hours=12)
-"""Ranks wait this long while rank 0 samples or asks other layouts."""
 
 
 class FirstRankFailed(RuntimeError):
@@ -52,13 +55,16 @@ class World:
         try:
             if "RANK" in os.environ:
                 choose_interface()
-                dist.init_process_group("gloo", timeout=PATIENCE)
+                _find_first()
+                dist.init_process_group("gloo", timeout=timedelta(seconds=failure.patience()))
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
                 dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
-        except (dist.DistNetworkError, ValueError) as error:
-            raise ending.InputProblem(f"the ranks cannot reach each other: {str(error).splitlines()[0]}") from error
+        except (dist.DistError, ValueError) as error:
+            raise ending.InputProblem(f"the ranks cannot come together: {_why_not(error)}", everywhere=True) from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._pulse = Pulse(failure.patience())
+        last_words.session()  # where this rank runs, should it be missed before its first collective
 
     @property
     def first(self) -> bool:
@@ -66,19 +72,25 @@ class World:
         return self.rank == 0
 
     def from_first(self, make: Callable[[], Value]) -> Value:
-        """What ``make`` returns on rank 0, on every rank; an error there ends every rank.
+        """What ``make`` returns on rank 0, on every rank; an error there ends every rank. It may take as long as it likes.
 
         Raises:
             FirstRankFailed: on every rank, when ``make`` raised on rank 0; it has been reported there.
+            CollectiveError: a rank is missing; names it.
         """
         held: list[Any] = [None, None]
         error: Exception | None = None
         if self.first:
             try:
-                held = [make(), None]
+                with self._pulse.beating():
+                    held = [make(), None]
             except Exception as caught:  # a signal is not passed on: it has reached the others too
                 held, error = [None, self._tell(caught)], caught
-        dist.broadcast_object_list(held)
+        if self.size > 1:
+            with failure.Call("what rank 0 made alone", dist.group.WORLD, lambda number: ("", () if self.first else (0,))):
+                if not self.first:
+                    self._pulse.wait()
+                dist.broadcast_object_list(held)
         if held[1] is not None:
             raise FirstRankFailed(held[1]) from error
         value: Value = held[0]
@@ -100,6 +112,38 @@ class World:
             dist.destroy_process_group()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _find_first() -> None:
+    """Wait for the port of rank 0, where ranks that no torchrun has brought together meet; torch itself would wait for it twice as long as it is told.
+
+    Raises:
+        DistStoreError: it did not come.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ["RANK"] == "0" or "TORCHELASTIC_RUN_ID" in os.environ or not address or not port.isdecimal():
+        return
+    place, deadline = (address, int(port)), time.monotonic() + failure.patience()
+    while True:
+        try:
+            socket.create_connection(place, timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"rank 0 does not answer at {place[0]}:{place[1]} ({error.strerror or error})") from error
+        time.sleep(0.1)
+
+
+def _why_not(error: Exception) -> str:
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if not isinstance(error, dist.DistStoreError):
+        return said
+    awaited = re.search(r"keys: \S*/(\d+)$", said)  # gloo waits for the addresses of the others, in their order
+    if said.startswith("rank 0"):
+        who, said = "rank 0 has not come", said.partition("answer ")[2]
+    else:
+        who = f"rank {awaited[1]} has not come" if awaited else f"not all {os.environ.get('WORLD_SIZE', '')} ranks have come"
+    return f"{who} within {failure.patience():g} of {failure.seconds():g} s (TIO_COLLECTIVE_SECONDS): {said}"
 
 
 def choose_interface() -> None:
