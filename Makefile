@@ -29,6 +29,8 @@ WHEELS_DONE  := $(WHEELS)/.complete-$(call hash,cat $(LOCK); uname -m)
 ENV_DONE     := $(STAMPS)/env-$(call hash,cat $(LOCK); echo $(abspath $(VENV)))
 PACKAGE_DONE := $(STAMPS)/package-$(call hash,cat $(BUILT_FROM); echo $(BUILT_FROM) $(CURDIR))
 
+DOCS        := $(VENV)-docs
+DOCS_DONE   := $(DOCS)/.tio-$(call hash,cat docs/site/requirements.txt)
 ASCEND      := $(VENV)-ascend
 ASCEND_DONE := $(ASCEND)/.tio-$(call hash,cat tests/npu/requirements.txt tests/npu/stub.py; echo $(CURDIR))
 # torch_npu's own start-up is off: it would run, and fail, in every import of torch
@@ -126,6 +128,29 @@ check: setup  ## ruff, mypy and the tests
 bench: setup  ## the benchmarks, against the stock packages
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
+.PHONY: docs dist dist-check
+docs: $(DOCS_DONE)  ## the documentation as a site with an API reference: out/site (in an environment of its own, .venv-docs)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build -q --strict $(ARGS)
+	echo "out/site/index.html"
+
+dist: setup  ## a release from the last commit: sdist and wheels for x86-64 and aarch64, in dist/
+	@PATH="$(abspath $(BIN)):$$PATH" bash .ci/dist
+
+dist-check: setup  ## installs the wheel of dist/ into a new, empty Debian and tries it (root, debootstrap)
+	@bash .ci/clean-root dist "$(WHEELS)"
+
+$(DOCS_DONE):
+	@$(HELPERS)
+	need
+	if [ -d $(DOCS) ] && ! ls $(DOCS)/.tio-* >/dev/null 2>&1; then die "'$(DOCS)' was not made by this Makefile: move it away"; fi
+	mkdir -p $(DOCS)
+	touch $(DOCS)/.tio-unfinished
+	find $(DOCS) -mindepth 1 -maxdepth 1 ! -name '.tio-unfinished' -exec rm -rf {} +
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r docs/site/requirements.txt
+	touch '$@'
+	rm -f $(DOCS)/.tio-unfinished
+
 $(ASCEND_DONE):
 	@$(HELPERS)
 	need
@@ -149,7 +174,7 @@ clean:  ## remove what was built and measured; .venv and the wheels stay
 distclean: clean  ## remove .venv too; the wheels stay
 	@$(HELPERS)
 	if [ -d $(STAMPS) ]; then empty; rm -rf $(VENV); fi
-	if ls $(ASCEND)/.tio-* >/dev/null 2>&1; then rm -rf $(ASCEND); fi
+	for made in $(ASCEND) $(DOCS); do if ls $$made/.tio-* >/dev/null 2>&1; then rm -rf $$made; fi; done
 
 $(ENV_DONE):
 	@$(HELPERS)

@@ -4,6 +4,7 @@ torch, vLLM and megatron-core are not named anywhere here, nor is anything that 
 must never install or upgrade the engines that somebody has set up for their machine. `make` pins them, in requirements.lock.
 """
 
+import re
 import runpy
 from pathlib import Path
 
@@ -45,15 +46,24 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+version = re.search(r'^__version__ = "(.+)"$', (ROOT / "tio_megatron" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
 sources = sorted(str(path.relative_to(ROOT)) for path in (KERNELS / "csrc").glob("*.cpp"))
 
 setup(
     name="tio_megatron",
-    version="0.1.0",
+    version=version,
     description="Train-inference one: one order for every floating-point sum in Megatron training and vLLM rollout: equal log-probabilities",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["reinforcement learning", "Megatron", "vLLM", "Ascend", "determinism", "mixture of experts"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     license_files=["LICENSE"],
     python_requires=">=3.11",
     # collectives/ stands at the top level and is imported only as tio_megatron.collectives: here by package_dir, in a checkout by a link
@@ -66,7 +76,7 @@ setup(
         "vllm.general_plugins": ["tio_megatron = tio_megatron.integrations.vllm.plugin:register"],
         "console_scripts": ["tio = tio_megatron.cli:main"],
     },
-    install_requires=["numpy", "pyyaml", "rich", "typer"],
+    install_requires=["numpy", "pyyaml", "rich", "safetensors", "typer"],
     extras_require={
         # beside a vLLM of your own: what our side of it imports and vLLM brings anyway
         "vllm": ["tokenizers", "transformers", "safetensors"],

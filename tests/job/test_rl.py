@@ -20,6 +20,7 @@ from examples.qwen3_moe.rl_plot import picture
 from examples.qwen3_moe.rollout import Rollout
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout
+from tio_megatron.rollouts import Store
 from tio_megatron.verify.monitor.event_file import EventFile, crc32c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def decided(path: Path) -> list[dict]:
 
 
 def test_three_steps(tmp_path):
-    last = run(tmp_path, *SHORT)
+    last = run(tmp_path, *SHORT, "--keep-rollouts")
     assert re.fullmatch(r"on policy in 3 of 3 steps \(logdiff 0, ratio 1\.0, KL 0\); reward \d\.\d\d to \d\.\d\d", last), last
     out = tmp_path / "out" / "rl"
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -51,6 +52,8 @@ def test_three_steps(tmp_path):
     for step in steps:
         assert on_policy(step) and step["entropy"] > 0 and step["tokens"] >= 16 and step["tokens_per_s"] > 0
     assert len({step["weights"] for step in steps}) == 3, "a step left the weights as they were"
+    kept = Store.open(out / "rollouts")
+    assert kept.verify().sampled == sum(step["tokens"] for step in steps) and [about.weights for about in kept.abouts] == [step["weights"] for step in steps]
     assert (out / "rl.png").read_bytes()[:4] == b"\x89PNG"
     assert len(list(out.glob("events.out.tfevents.*"))) == 1
 
