@@ -96,6 +96,10 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
         if "RANK" not in os.environ:
             early.check_network()
         world = World(tell)
+        if world.size > 1:
+            from examples.qwen3_moe import agreement
+
+            agreement.require(world, options)
         return work(options, world, screen)
     except FirstRankFailed as error:
         return error.status

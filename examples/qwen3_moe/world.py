@@ -106,6 +106,18 @@ class World:
         self.from_first(keep)
         return kept[0] if kept else None
 
+    def gather(self, mine: Value) -> list[Value]:
+        """What every rank has, by rank, on every rank.
+
+        Raises:
+            CollectiveError: a rank is missing; names it.
+        """
+        everyone: list[Any] = [mine] * self.size
+        if self.size > 1:
+            with failure.Call("the comparison of all ranks", dist.group.WORLD):
+                dist.all_gather_object(everyone, mine)
+        return everyone
+
     def close(self) -> None:
         """Leave the group."""
         if dist.is_initialized():

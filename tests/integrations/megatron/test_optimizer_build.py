@@ -155,9 +155,27 @@ def test_who_differs_from_most_is_named():
     with tio.apply(vocab_size=700):
         ours = environments.environment()
     assert ours["contract"] != "none" and ours["vocab_size"] == "700"
-    lines = environments._differences([usual, usual | {"torch": "9.9"}, usual, usual | {"kernels": "cpu-0"}], [0, 2, 4, 6])
+    lines = environments.differences([usual, usual | {"torch": "9.9"}, usual, usual | {"kernels": "cpu-0"}], [0, 2, 4, 6])
     assert lines == [f"rank 2: torch is 9.9, elsewhere {usual['torch']}", f"rank 6: kernels is cpu-0, elsewhere {usual['kernels']}"]
-    assert environments._differences([usual, usual], [0, 1]) == []
+    assert environments.differences([usual, usual], [0, 1]) == []
+
+
+def test_ranks_whose_models_differ_are_named():
+    """The values of the configuration as it is when the optimizer is built; names of layouts and callables are no numbers."""
+
+    def work(rank):
+        config = dataclasses.make_dataclass("Config", [("layernorm_epsilon", float), ("params_dtype", object), ("init_method", object)])
+        mine = config(1e-6 if rank != 2 else 1e-5, torch.bfloat16 if rank != 1 else torch.float32, lambda: rank)
+        with pytest.raises(ValueError) as caught:
+            environments.environment_differences(config=mine)
+        return str(caught.value)
+
+    (said,) = set(run_ranks(3, work))
+    assert said.splitlines() == [
+        "ranks run different models, so their numbers would differ:",
+        "  rank 2: model's layernorm_epsilon is 1e-05, elsewhere 1e-06",
+        "  rank 1: model's params_dtype is torch.float32, elsewhere torch.bfloat16",
+    ]
 
 
 def poisoned(rank, row):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ def check_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_param_groups_and_buffers(model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         from tio_megatron.integrations.megatron.shards import tag_shards
 
+        if model_chunks and dataclasses.is_dataclass(model_chunks[0].config):
+            environments.environment_differences(config=model_chunks[0].config)
         for chunk in model_chunks:
             optimizer_refusals.check_ddp(chunk.ddp_config, [parameter.dtype for parameter in chunk.parameters()])
             tag_shards(chunk)
