@@ -1,5 +1,6 @@
 """Bad input ends in one readable line and status 2, before anything is written; one row per kind."""
 
+import contextlib
 import importlib.metadata
 import io
 import json
@@ -7,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -273,7 +275,8 @@ def test_the_contract_of_the_environment_is_taken(work, monkeypatch):
 def test_the_first_rank_speaks_before_the_others_hear(monkeypatch):
     told = []
     world = World.__new__(World)
-    world.rank, world._tell = 0, lambda error: told.append(str(error)) or 2
+    world.rank, world.size, world._tell = 0, 2, lambda error: told.append(str(error)) or 2
+    world._pulse = SimpleNamespace(beating=contextlib.nullcontext)
     monkeypatch.setattr(world_module.dist, "broadcast_object_list", lambda held: told.append(f"sent {held[1]}"))
     with pytest.raises(FirstRankFailed) as failed:
         world.from_first(lambda: 1 // 0)
