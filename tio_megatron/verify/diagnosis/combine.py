@@ -14,7 +14,7 @@ from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.orders import Found, combine_orders, search
-from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding, order_finding, passes_of
+from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding, narrow_type, order_finding, passes_of
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative, rounded
 from tio_megatron.verify.traces.points import SCALED
 
@@ -123,7 +123,7 @@ def _down(case: Case, inner: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | 
 def _orders(case: Case, rows: Rows, ids: torch.Tensor) -> tuple[Found, Found]:
     a, b = (side[case.rows] for side in case.sides)
     columns = (a != b).sum(0).argsort(descending=True, stable=True)[:_COLUMNS]
-    low = a.dtype == torch.bfloat16 or b.dtype == torch.bfloat16
+    low = narrow_type(case)
     orders = combine_orders(rows.out[..., columns], rows.weights, ids[case.rows].to(torch.int64), int(case.a.shape.get("experts") or 0), low)
     return search(orders, a[:, columns], b[:, columns], passes_of(case, case.rows))
 

@@ -93,12 +93,21 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             yield rule(cast, "sum", "unrounded sum")
     for cast in ("low precision", "variance too", "weight first"):
         yield rule(cast)
-    for eps in {*case.fact("norm_eps"), *_EPSILONS}:
+    fitted = [_epsilon(side[case.rows].to(torch.float64).reshape(-1, width), source["sum"], w) for side in case.sides]
+    for eps in {*case.fact("norm_eps"), *_EPSILONS, *(eps for eps in fitted if eps > 0)}:
         yield rule(eps=float(eps))
         yield rule("before the weight", eps=float(eps))
     yield rule(form="1 + weight")
     yield rule(form="none")
     yield rule(mean="mean subtracted")
+
+
+def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
+    """The epsilon that gives ``out`` [n, width] from ``x``, to two digits; 0 if it cannot be told from rounding."""
+    weighted = x * w
+    r = (out * weighted).sum(-1) / weighted.square().sum(-1).clamp_min(1e-30)
+    found = float((1 / r.square() - x.square().mean(-1)).median())
+    return float(f"{found:.1e}") if math.isfinite(found) and found > 1e-7 else 0.0
 
 
 def rope_rules(case: Case) -> Iterator[Rule]:
@@ -213,9 +222,11 @@ def add_rules(case: Case) -> Iterator[Rule]:
     x, y = (term[case.rows].to(torch.float64) for term in terms if term is not None)
     for name, out in (("both", x + y), ("the stream alone", x), ("the branch alone", y), ("the branch twice", x + 2 * y), ("the stream twice", 2 * x + y)):
         yield Rule({"residual-terms": name, "extra-rounding": "none"}, lambda out=out: out)  # type: ignore[misc]
-    yield Rule({"residual-terms": "both", "extra-rounding": "sum to bf16"}, lambda: rounded(x + y, torch.bfloat16))
-    yield Rule({"residual-terms": "both", "extra-rounding": "branch to bf16"}, lambda: x + rounded(y, torch.bfloat16))
-    yield Rule({"residual-terms": "both", "extra-rounding": "stream to bf16"}, lambda: rounded(x, torch.bfloat16) + y)
+    for kind in (torch.bfloat16, torch.float16):
+        to = "bf16" if kind == torch.bfloat16 else "fp16"
+        yield Rule({"residual-terms": "both", "extra-rounding": f"sum to {to}"}, lambda kind=kind: rounded(x + y, kind))  # type: ignore[misc]
+        yield Rule({"residual-terms": "both", "extra-rounding": f"branch to {to}"}, lambda kind=kind: x + rounded(y, kind))  # type: ignore[misc]
+        yield Rule({"residual-terms": "both", "extra-rounding": f"stream to {to}"}, lambda kind=kind: rounded(x, kind) + y)  # type: ignore[misc]
 
 
 def embedding_rules(case: Case) -> Iterator[Rule]:

@@ -15,6 +15,8 @@ from tio_megatron.verify.diagnosis.rules import relative
 
 def unwritten(case: Case) -> Finding | None:
     """One side is no number where the other is one, and all inputs are numbers."""
+    if case.point.op == "logprob" and case.kept and not any(bool(side.isnan().any()) for side in case.sides):
+        return None  # minus infinity is the logarithm of a probability of 0: something was filtered
     bad = [~np.isfinite(side.squares(case.point.name)) & case.compared for side in (case.a, case.b)]
     for name in case.point.parents:
         for side in (case.a, case.b):
@@ -50,6 +52,8 @@ def lost_or_moved(case: Case) -> Finding | None:
         return None
     slots = [side.reshape(len(side), -1, side.shape[-1]) if case.point.op != "combine" else side[:, None] for side in sides]
     changed = (slots[0] != slots[1]).any(-1)
+    if case.point.op == "combine" and case.parent("expert_out") is not None and (slots[0][changed] == 0).all() != (slots[1][changed] == 0).all():
+        return garbage(case)  # the experts' rows are there, equal on both sides, and their sum is zero
     for label, i in (("A", 0), ("B", 1)):
         zero = changed & (slots[i] == 0).all(-1) & (slots[1 - i] != 0).any(-1)
         if bool(zero.any()) and int(zero.sum()) >= 0.5 * int(changed.sum()):
@@ -131,6 +135,43 @@ def attention_dropout(case: Case) -> Finding | None:
             said = f"in {label}, {100 * part:.3g}% of the attention probabilities are zero and the others are {factor:.4g} times what they should be"
             return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
     return None
+
+
+def rounded_result(case: Case) -> Finding | None:
+    """One side is the other, rounded to a narrower type and kept in the wide one."""
+    if not case.kept or not case.sides[0].is_floating_point() or case.dtypes[0] != case.dtypes[1]:
+        return None
+    a, b = (side[case.rows] for side in case.sides)
+    for narrow in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        for label, rough, fine in (("A", a, b), ("B", b, a)):
+            if narrow.itemsize < fine.dtype.itemsize and torch.equal(fine.to(torch.float32).to(narrow).to(fine.dtype), rough):
+                name = str(narrow).removeprefix("torch.")
+                said = f"{label}'s values are the other side's, every one rounded to {name} and kept as {str(fine.dtype).removeprefix('torch.')}"
+                return Finding("framework", "extra-rounding", side=label, details={"rounded_to": name}, evidence=(said,), cure=CURES["extra-rounding"])
+    return None
+
+
+def garbage(case: Case) -> Finding | None:
+    """A few rows have nothing to do with the other side's, and all others are equal: they hold what was in the memory before, or zeros."""
+    rows, same = np.flatnonzero(case.differs), case.compared & ~case.differs
+    if not case.kept or not case.sides[0].is_floating_point() or 3 * same.sum() < len(rows):
+        return None
+    a, b = (side[rows].to(torch.float64).reshape(len(rows), -1) for side in case.sides)
+    sizes = [side.square().mean(-1).sqrt() for side in (a, b)]
+    alike = (a * b).mean(-1) / (sizes[0] * sizes[1]).clamp_min(1e-300)
+    if a.shape[1] < 8 or bool((alike.abs() > 0.6).any()):
+        return None
+    usual = float(np.sqrt(np.median(case.a.squares(case.point.name)[same]) / a.shape[1]))
+    strange = [float((size.clamp_min(1e-9) / max(usual, 1e-30)).log().abs().median()) for size in sizes]
+    side = "A" if strange[0] > strange[1] + 0.5 else "B" if strange[1] > strange[0] + 0.5 else ""
+    zero = [bool((part == 0).all()) for part in (a, b)]
+    what = (
+        f"they are zero in {'A' if zero[0] else 'B'}"
+        if any(zero)
+        else f"their sizes are {float(sizes[0].median()):.3g} in A and {float(sizes[1].median()):.3g} in B"
+    )
+    said = f"{len(rows)} tokens differ altogether and {int(same.sum())} not in a bit: {what}, {usual:.3g} elsewhere"
+    return Finding("framework", "unwritten", side=side, evidence=(said, case.names(rows)), cure=CURES["unwritten"])
 
 
 def unknown_inputs(case: Case) -> Finding:

@@ -54,13 +54,15 @@ def head_rules(case: Case) -> Iterator[Rule]:
     stated = [float(t) for t in case.fact("temperature")]
     fitted = [temperature_of(case, rows, x, side)[0] for side in (a, b)]
 
-    def rule(temperature: float = 1.0, dtype: str = "fp32", token: str = "the next", filtered: int = 0) -> Rule:
+    def rule(temperature: float = 1.0, dtype: str = "fp32", token: str = "the next", filtered: int = 0, seen: torch.Tensor | None = None) -> Rule:
         def compute() -> torch.Tensor:
             z = x / temperature
             if dtype == "logits to bf16":
                 z = z.to(torch.bfloat16).to(torch.float64)
             if filtered:
                 z = z.masked_fill(z < z.topk(filtered, -1).values[:, -1:], float("-inf"))
+            if seen is not None:
+                z = z.masked_fill(~seen, float("-inf"))
             table = z.log_softmax(-1)
             if dtype == "result to bf16":
                 table = table.to(torch.bfloat16).to(torch.float64)
@@ -72,7 +74,12 @@ def head_rules(case: Case) -> Iterator[Rule]:
             ids = ids if token == "the same" else ids.roll(-2)
             return table.gather(1, ids[rows][:, None])[:, 0].reshape(a.shape)
 
-        axes = {"temperature": f"{temperature:.4g}", "logprob-dtype": dtype, "target-shift": token, "sampling-filter": str(filtered or "none")}
+        axes = {
+            "temperature": f"{temperature:.4g}",
+            "logprob-dtype": dtype,
+            "target-shift": token,
+            "sampling-filter": "what is left finite" if seen is not None else str(filtered or "none"),
+        }
         return Rule(axes, compute)
 
     yield rule()
@@ -82,6 +89,12 @@ def head_rules(case: Case) -> Iterator[Rule]:
     yield rule(dtype="result to bf16")
     for token in ("the same", "the one after the next", "none (logits as they are)"):
         yield rule(token=token)
+    if case.point.part == "logprob_rows":  # top-p, or a top-k of any size, shows itself
+        for side in (a, b):
+            left = side.isfinite()
+            if not bool(left.all()) and bool(left.any(-1).all()):
+                for temperature in {1.0, *stated, *fitted}:
+                    yield rule(temperature, seen=left)
     for count in (1, 2, 5, 10, 20, 40, 50, 64, 100, 200):
         if count < x.shape[1]:
             yield rule(filtered=count)

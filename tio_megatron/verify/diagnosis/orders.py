@@ -17,6 +17,10 @@ REPRODUCED = 0.995
 """Part of a row's elements that an order must give byte for byte."""
 
 
+_SHOWN = 200
+"""Names of orders with the same bytes that are passed on."""
+
+
 @dataclass(frozen=True)
 class Order:
     """A way of adding, in words and as ``details``; ``values`` [r, c] fp32 are what it gives. ``start`` >= 0: a ring that starts at this piece."""
@@ -32,13 +36,14 @@ class Order:
 class Found:
     """What was found for one side: ``name`` in words ("" if nothing reproduces it), ``details``, and a note on how it varies over rows.
 
-    ``ambiguous``: how many further orders give the same bytes.
+    ``ambiguous``: how many further orders give the same bytes; ``others`` some of their names.
     """
 
     name: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     varies: str = ""
     ambiguous: int = 0
+    others: list[str] = field(default_factory=list)
     by_row: list[str] = field(default_factory=list)
 
 
@@ -46,16 +51,24 @@ def _fp32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32).to(torch.float64)
 
 
-def _bf16(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32).to(torch.bfloat16).to(torch.float64)
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-_STEPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "fp32": (_fp32, _fp32),
-    "bf16 partials, fp32 sums": (_bf16, _fp32),
-    "bf16": (_bf16, _bf16),
-}
-"""How a partial sum and how a running sum are rounded."""
+def _steps(low: torch.dtype | None) -> dict[str, tuple[Step, Step]]:
+    """How a partial sum and how a running sum are rounded; ``low``: a narrow type that may be in it."""
+    found: dict[str, tuple[Step, Step]] = {"fp32": (_fp32, _fp32)}
+    if low is not None:
+        name = _short(low)
+
+        def narrow(x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.float32).to(low).to(torch.float64)
+
+        found |= {f"{name} partials, fp32 sums": (narrow, _fp32), name: (narrow, narrow)}
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp16"
 
 
 def cuts_of(k: int) -> dict[int, list[tuple[int, int, str]]]:
@@ -91,7 +104,7 @@ def joined(parts: torch.Tensor, how: str, step: Callable[[torch.Tensor], torch.T
     n = len(parts)
     if how in ("sequential", "backwards", "ring"):
         order = {"sequential": range(n), "backwards": range(n - 1, -1, -1), "ring": [(start + i) % n for i in range(n)]}[how]
-        total = parts[order[0]]
+        total = step(parts[order[0]])  # a running sum has its type from the start
         for i in list(order)[1:]:
             total = step(total + parts[i])
         return total
@@ -105,9 +118,9 @@ def joined(parts: torch.Tensor, how: str, step: Callable[[torch.Tensor], torch.T
     return rows[0]
 
 
-def product_orders(terms: torch.Tensor, columns: torch.Tensor, width: int, low: bool) -> Iterator[Order]:
-    """Orders of a matrix product. ``columns`` [r, c] of ``width`` decide the chunk in a ring all-reduce; ``low``: partial sums in bf16 are tried."""
-    k = terms.shape[-1]
+def product_orders(terms: torch.Tensor, columns: torch.Tensor, width: int, low: torch.dtype | None) -> Iterator[Order]:
+    """Orders of a matrix product. ``columns`` [r, c] of ``width`` decide the chunk in a ring all-reduce; ``low``: partial sums in that type are tried."""
+    k, steps = terms.shape[-1], _steps(low)
     yield Order("one exact sum, rounded once", {"order": "exact", "pieces": 1}, terms.sum(-1).to(torch.float32))
     for key, cuts in cuts_of(k).items():
         n = len(cuts)
@@ -116,7 +129,7 @@ def product_orders(terms: torch.Tensor, columns: torch.Tensor, width: int, low: 
                 continue
             raw = partials(terms, cuts, chain)
             inner = ", each a chain" if chain else ""
-            for precision, (part, step) in _STEPS.items() if low and n <= 64 else list(_STEPS.items())[:1]:
+            for precision, (part, step) in steps.items() if n <= 64 else list(steps.items())[:1]:
                 parts = part(raw)
                 for how in ("sequential", "pairwise", "backwards", "halves") if n > 2 else ("sequential",):
                     details = {"order": how, "pieces": n, "partials": precision}
@@ -137,13 +150,16 @@ def product_orders(terms: torch.Tensor, columns: torch.Tensor, width: int, low: 
                         yield Order(f"ring all-reduce over {n} ranks, a start for each chunk of columns, {precision}", details, chosen.to(torch.float32))
 
 
-def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Tensor, experts: int, low: bool) -> Iterator[Order]:
+def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Tensor, experts: int, low: torch.dtype | None) -> Iterator[Order]:
     """Orders of adding a token's experts: ``out`` [r, K, c], ``probabilities`` [r, K], ``ids`` [r, K] ascending; fp64."""
     r, k, _ = out.shape
+    steps = _steps(low)
+    running = [(name, step) for name, (part, step) in steps.items() if part is step]
     weighted = {"fp32": _fp32(out * probabilities[..., None])}
-    if low and not bool((probabilities == 1).all()):
-        weighted |= {"bf16": _bf16(weighted["fp32"]), "bf16 probabilities": _fp32(out * _bf16(probabilities)[..., None])}
-        weighted["bf16 probabilities, bf16"] = _bf16(out * _bf16(probabilities)[..., None])
+    if low is not None and not bool((probabilities == 1).all()):
+        name, narrow = running[-1]
+        weighted |= {name: narrow(weighted["fp32"]), f"{name} probabilities": _fp32(out * narrow(probabilities)[..., None])}
+        weighted[f"{name} probabilities, {name}"] = narrow(out * narrow(probabilities)[..., None])
     permutations = {
         "by ascending id": torch.arange(k).expand(r, k),
         "by descending id": torch.arange(k - 1, -1, -1).expand(r, k),
@@ -152,7 +168,7 @@ def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Te
     }
     absent = -torch.zeros((), dtype=torch.float64)
     for name, terms in weighted.items():
-        for precision, (_, step) in (("fp32", _STEPS["fp32"]), ("bf16", _STEPS["bf16"])) if low else (("fp32", _STEPS["fp32"]),):
+        for precision, step in running:
             words = f"products {name}, sums {precision}"
             for order, places in permutations.items():
                 moved = terms.gather(1, places[..., None].expand_as(terms)).transpose(0, 1)
@@ -170,22 +186,22 @@ def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Te
             yield Order(
                 f"balanced tree over the expert axis, {words}", {"order": "tree", "partials": precision}, joined(leaves, "pairwise", step).to(torch.float32)
             )
-            yield from _owner_orders(leaves, name, low, precision)  # owners add their own experts, then send
+            yield from _owner_orders(leaves, name, steps, precision)  # owners add their own experts, then send
 
 
-def _owner_orders(leaves: torch.Tensor, products: str, low: bool, inside: str) -> Iterator[Order]:
+def _owner_orders(leaves: torch.Tensor, products: str, steps: dict[str, tuple[Step, Step]], inside: str) -> Iterator[Order]:
     """Sums by the ranks that own the experts: ``leaves`` [E, r, c], -0 where an expert is absent; ``inside``: what an owner's running sum is rounded to."""
     experts = len(leaves)
     for ep in (2, 4, 8, 16, 32):
         if ep > experts or experts % ep:
             continue
         groups = leaves.view(ep, experts // ep, *leaves.shape[1:])
-        held = torch.stack([joined(group, "sequential", _STEPS[inside][1]) for group in groups])
-        for kept, (part, step) in _STEPS.items() if low else list(_STEPS.items())[:1]:
-            if inside == "bf16" and kept == "fp32":
-                continue  # the same as bf16 partials
+        held = torch.stack([joined(group, "sequential", steps[inside][1]) for group in groups])
+        for kept, (part, step) in steps.items():
+            if inside != "fp32" and kept == "fp32":
+                continue  # the same as narrow partials
             parts = part(held)
-            said = f"sums of {ep} owners, {kept}, products {products}" + (", each owner's running sum bf16" if inside == "bf16" else "")
+            said = f"sums of {ep} owners, {kept}, products {products}" + (f", each owner's running sum {inside}" if inside != "fp32" else "")
             yield Order(f"{said}, pairwise", {"order": "pairwise owners", "owners": ep, "partials": kept}, joined(parts, "pairwise", step).to(torch.float32))
             for start in range(ep):
                 details = {"order": "ring over owners", "owners": ep, "partials": kept, "start": start}
@@ -211,7 +227,7 @@ def _best(tried: list[Order], scores: torch.Tensor, batch: np.ndarray[Any, Any])
     if not good and float(whole.max()) >= REPRODUCED:
         good = [int(whole.argmax())]
     if good:
-        return Found(tried[good[0]].name, tried[good[0]].details, "", len(good) - 1)
+        return Found(tried[good[0]].name, tried[good[0]].details, "", len(good) - 1, [tried[i].name for i in good[1:_SHOWN]])
     families = sorted({order.family for order in tried if order.family})
     for family in families:  # one ring whose start depends on the token
         members = [i for i, order in enumerate(tried) if order.family == family]

@@ -24,7 +24,7 @@ def looks_like_rounding(error: float, dtype: torch.dtype) -> bool:
 
 def product_order(case: Case, made: Product) -> tuple[Found, Found]:
     """Which order each side used for a matrix product."""
-    low = any(tensor.dtype == torch.bfloat16 for tensor in case.sides) or _bf16_model(case)
+    low = narrow_type(case)
     return search(product_orders(made.terms, made.columns, made.width, low), made.a, made.b, passes_of(case, made.rows))
 
 
@@ -35,7 +35,7 @@ def order_finding(case: Case, found: tuple[Found, Found] | None, evidence: list[
     lines = [*evidence, *said]
     if found:
         for name, way in zip("ab", found, strict=True):
-            details[f"order_{name}"], details[f"details_{name}"] = way.name, way.details
+            details[f"order_{name}"], details[f"details_{name}"], details[f"same_bytes_{name}"] = way.name, way.details, way.others
             more = f" ({way.ambiguous} other known orders give the same bytes)" if way.ambiguous else ""
             lines.append(f"{name.upper()}: {way.name}{more}" if way.name else f"{name.upper()}: no known order gives these bytes")
         if not any(way.name for way in found):
@@ -64,11 +64,26 @@ def _dependence(case: Case, found: tuple[Found, Found] | None) -> tuple[str, lis
         return "order", []
     others = a[differs] != b[differs]
     layouts = [side.facts.get("layout") for side in (case.a, case.b)]
-    if others.all() and layouts[0] == layouts[1]:
+    if others.all() and (layouts[0] == layouts[1] or not _follows_layout(case, found, layouts)):
         sizes = [sorted(set(x[differs].tolist())) for x in (a, b)]
         text = f"A computed these tokens in passes of {_few(sizes[0])} tokens, B in passes of {_few(sizes[1])}; nothing else that is recorded differs"
         return "order-by-batch", [text]
     return "order", []
+
+
+_ROW_PARALLEL = ("o_proj", "expert_out", "expert_scaled_out", "mlp_out")
+"""Points whose sum a layout cuts; those of all others no layout can reorder."""
+
+
+def _follows_layout(case: Case, found: tuple[Found, Found] | None, layouts: list[Any]) -> bool:
+    """Whether another layout may be why the orders differ: the sum is one that ranks cut, and a side's pieces are as many as its ranks (or not known)."""
+    if case.point.part not in _ROW_PARALLEL:
+        return False
+    if found is None or not all(side.name for side in found):
+        return True
+    ranks = [set(layout.values()) if isinstance(layout, dict) else set() for layout in layouts]
+    cut = [side.details.get("pieces", side.details.get("owners", 1)) for side in found]
+    return any(pieces > 1 and pieces in sizes for pieces, sizes in zip(cut, ranks, strict=True))
 
 
 def _few(sizes: list[int]) -> str:
@@ -81,5 +96,7 @@ def passes_of(case: Case, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]
     return {"batch_a": case.a.passes["batch"][at], "batch_b": case.b.passes["batch"][at]}
 
 
-def _bf16_model(case: Case) -> bool:
-    return any(str(entry.get("dtype")) == "bfloat16" for entry in case.a.recorded.values())
+def narrow_type(case: Case) -> torch.dtype | None:
+    """The narrow type in which partial sums may be kept: the model's, None where all of it is fp32."""
+    types = {str(entry.get("dtype")) for side in (case.a, case.b) for entry in side.recorded.values()}
+    return torch.bfloat16 if "bfloat16" in types else torch.float16 if "float16" in types else None

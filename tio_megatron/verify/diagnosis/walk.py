@@ -119,7 +119,7 @@ def _why(case: Case) -> Finding:
         reason = reasons[case.point.op](case)
     elif case.point.op in rules:
         reason = _by_rules(case, rules[case.point.op](case))
-    return reason or faults.constant(case) or _unexplained(case)
+    return reason or faults.rounded_result(case) or faults.garbage(case) or faults.constant(case) or _unexplained(case)
 
 
 def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
@@ -178,6 +178,8 @@ def _product(case: Case) -> Finding | None:
 
 
 def _not_its_weights(case: Case, made: Product, errors: tuple[float, float]) -> Finding | None:
+    if case.point.op == "product" and (found := faults.garbage(case)):
+        return found
     side = "A" if errors[0] > errors[1] else "B"
     out = made.a if side == "A" else made.b
     name = made.parameters[0]
@@ -186,9 +188,9 @@ def _not_its_weights(case: Case, made: Product, errors: tuple[float, float]) -> 
             cause = {"transposed": "weights-transposed", "halves swapped": "weights-rows"}.get(what, "weights-moved")
             said = f"{side} computes the product with {what}, though it recorded the same parameter as the other side"
             return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
-    found = product_order(case, made)
-    if all(each.name for each in found):
-        return order_finding(case, found, [f"relative to the exact result A is off by {errors[0]:.2g}, B by {errors[1]:.2g}"])
+    orders = product_order(case, made)
+    if all(each.name for each in orders):
+        return order_finding(case, orders, [f"relative to the exact result A is off by {errors[0]:.2g}, B by {errors[1]:.2g}"])
     if scaled := faults.constant(case):
         return scaled
     said = f"the parameter is the same on both sides; A's rows follow from it and their inputs within {errors[0]:.2g}, B's within {errors[1]:.2g}"
@@ -302,7 +304,7 @@ def _notes(case: Case) -> list[str]:
 
 
 def _missing_inputs(case: Case) -> Finding | None:
-    return faults.constant(case) or faults.unknown_inputs(case)
+    return faults.garbage(case) or faults.constant(case) or faults.unknown_inputs(case)
 
 
 def _without_tensors(case: Case) -> Finding:

@@ -1,0 +1,514 @@
+"""Further variants of the kinds in :mod:`planted_faults`, at other places and combined with a change of the layout: nothing in the diagnosis knows them.
+
+Each draws its place, sizes, layer, type, magnitude and side anew, cuts the sides' columns over random ranks, and says what is right.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from planted_faults import FAULTS
+from planted_model import Model, Plan, weights_of
+from planting import BF16, FP32, Draw, Stage, Truth
+
+from tio_megatron.verify.traces import Trace, open_trace
+
+FP16 = torch.float16
+
+
+class CutStage(Stage):
+    """As :class:`Stage`, the two sides cut over ranks by chance."""
+
+    def both(self, sizes, sequences, wrong: Plan, right: Plan | None = None, **more):
+        def cut(plan: Plan) -> Plan:
+            tp = self.draw.choice([1, 2, 4])
+            return replace(plan, tp=tp, facts={"layout": {"tp": tp}} | plan.facts)
+
+        super().both(sizes, sequences, cut(wrong), cut(right or Plan()), **more)
+
+
+def chance(draw: Draw) -> torch.dtype:
+    return draw.choice([BF16, FP32])
+
+
+def norm_place(draw: Draw, sizes) -> str:
+    return draw.choice([f"layers.{draw.layer(sizes)}.{part}" for part in ("attn_norm", "mlp_norm", "q_norm", "k_norm")] + ["final_norm"])
+
+
+def norm_step(function: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]):
+    def step(model: Model, usual, x, w=None, **_):
+        w = model.weight("model.norm.weight") if w is None else w
+        return function(x, w, model.sizes.dtype).flatten(1)
+
+    return step
+
+
+def epsilon(stage: Stage, draw: Draw) -> Truth:
+    """another epsilon in a norm."""
+    sizes = draw.sizes(dtype=FP32)
+    place, eps = norm_place(draw, sizes), draw.choice([1e-5, 1e-3, 1e-8])
+
+    def norm(x, w, dtype):
+        return (x.float() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt().float() * w.float()).to(dtype)
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={place: norm_step(norm)}))
+    return Truth("framework", ("norm-epsilon",) if eps > 1e-7 else ("norm-epsilon", "order"), (place,))
+
+
+def norm_form(stage: Stage, draw: Draw) -> Truth:
+    """a norm with 1 + w, without its weight, or with its mean taken off."""
+    sizes = draw.sizes(dtype=draw.choice([BF16, FP32, FP16]))
+    place, kind = norm_place(draw, sizes), draw.choice(["1 + w", "none", "mean"])
+
+    def norm(x, w, dtype):
+        v = x.float() - x.float().mean(-1, keepdim=True) if kind == "mean" else x.float()
+        r = (v.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt().float()
+        return (v * r * {"1 + w": 1 + w.float(), "none": torch.ones_like(w.float()), "mean": w.float()}[kind]).to(dtype)
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={place: norm_step(norm)}))
+    return Truth("framework", ("norm-mean" if kind == "mean" else "norm-weight",), (place,))
+
+
+def norm_cast_fp16(stage: Stage, draw: Draw) -> Truth:
+    """16 in fp16, or all of the norm in the narrow type."""
+    sizes = draw.sizes(dtype=draw.choice([FP16, BF16]))
+    place, low = norm_place(draw, sizes), draw.random() < 0.5
+
+    def norm(x, w, dtype):
+        r = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt().float()
+        if low:
+            return x * r.to(dtype) * w
+        return (x.float() * r).to(dtype) * w
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={place: norm_step(norm)}))
+    return Truth("framework", ("norm-cast",), (place,))
+
+
+def rope_form(stage: Stage, draw: Draw) -> Truth:
+    """18 and its neighbours: another theta, other pairs, positions off by one, in queries or keys alone."""
+    sizes = draw.sizes(head_dim=draw.choice([8, 16, 32]))
+    kind, part, layer = draw.choice(["theta", "pairs", "later"]), draw.choice(["q_rope", "k_rope"]), draw.layer(sizes)
+    place, theta = f"layers.{layer}.{part}", draw.choice([500000.0, 1000000.0])
+
+    def step(model: Model, usual, x, positions, heads):
+        size = model.sizes.head_dim
+        at = positions.double() + (kind == "later")
+        angle = at[:, None] * (theta if kind == "theta" else model.sizes.theta) ** -(torch.arange(0, size, 2).double() / size)
+        cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
+        wide = x.float().view(len(x), heads, size)
+        a, b = wide.chunk(2, -1) if kind != "pairs" else (wide[..., 0::2], wide[..., 1::2])
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        out = torch.cat(turned, -1) if kind != "pairs" else torch.stack(turned, -1)
+        return out.to(model.sizes.dtype).reshape(len(x), -1)
+
+    stage.both(sizes, draw.sequences(sizes, 10, 40), Plan(steps={place: step}))
+    return Truth("framework", ({"theta": "rope-theta", "pairs": "rope-pairs", "later": "positions"}[kind],), (place,))
+
+
+def attending(change: Callable[..., Any]):
+    def step(model: Model, usual, q, keys, values, visible, at):
+        size, group = model.sizes.head_dim, torch.arange(model.sizes.heads) // (model.sizes.heads // model.sizes.kv)
+        split = [tensor.double().view(len(tensor), -1, size) for tensor in (q, keys, values)]
+        seen, scale, group, finish = change(model, visible, at, size**-0.5, group)
+        scores = torch.einsum("nqd,tqd->nqt", split[0], split[1][:, group]) * scale
+        p = finish(scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1), model.sizes.dtype)
+        return torch.einsum("nqt,tqd->nqd", p, split[2][:, group]).float().to(model.sizes.dtype).flatten(1)
+
+    return step
+
+
+def as_is(p, dtype):
+    return p
+
+
+def mask(stage: Stage, draw: Draw) -> Truth:
+    """10 and its neighbours: a sliding window, no causality, one token more or less."""
+    sizes = draw.sizes()
+    place, kind, width = f"layers.{draw.layer(sizes)}.attn", draw.choice(["window", "all", "one more", "not itself"]), draw.randint(2, 7)
+
+    def change(model, visible, at, scale, group):
+        keys = torch.arange(visible.shape[1])
+        own = (keys >= model.begin[at][:, None]) & (keys < model.stop[at][:, None])
+        seen = {
+            "window": visible & (keys > at[:, None] - width),
+            "all": own,
+            "one more": own & (keys <= at[:, None] + 1),
+            "not itself": visible & ((keys < at[:, None]) | (keys == model.begin[at][:, None])),
+        }[kind]
+        return seen, scale, group, as_is
+
+    stage.both(sizes, draw.sequences(sizes, 14, 30), Plan(steps={place: attending(change)}))
+    return Truth("framework", ("mask",), (place,))
+
+
+def attention_form(stage: Stage, draw: Draw) -> Truth:
+    """another scale, other key/value heads, or probabilities rounded before they meet the values."""
+    sizes = draw.sizes(heads=8, kv=draw.choice([2, 4]))
+    place, kind = f"layers.{draw.layer(sizes)}.attn", draw.choice(["scale", "heads", "rounded"])
+
+    def change(model, visible, at, scale, group):
+        strided = torch.arange(model.sizes.heads) % model.sizes.kv
+        finish = (lambda p, dtype: p.float().to(BF16).double()) if kind == "rounded" else as_is
+        return visible, (scale**2 if kind == "scale" else scale), (strided if kind == "heads" else group), finish
+
+    if kind == "rounded":
+        sizes = replace(sizes, dtype=BF16)
+    stage.both(sizes, draw.sequences(sizes, 10, 24), Plan(steps={place: attending(change)}))
+    return Truth("framework", ({"scale": "attention-scale", "heads": "head-groups", "rounded": "extra-rounding"}[kind],), (place,))
+
+
+def head_form(stage: Stage, draw: Draw) -> Truth:
+    """15 and 17's neighbours: filtered, rounded, or other tokens' log-probabilities."""
+    sizes = draw.sizes()
+    kind = draw.choice(["top-k", "bf16 logits", "bf16 result"])
+
+    def step(model: Model, usual, logits):
+        z = logits.double()
+        if kind == "top-k":
+            z = z.masked_fill(z < z.topk(20, -1).values[:, -1:], float("-inf"))
+        if kind == "bf16 logits":
+            z = logits.to(BF16).double()
+        out = z.log_softmax(-1).float()
+        return out.to(BF16).float() if kind == "bf16 result" else out
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={"logprob_rows": step}))
+    return Truth("framework", ({"top-k": "sampling-filter"}.get(kind, "logprob-dtype"),), ("logprob_rows", "logprob"))
+
+
+def two_temperatures(stage: Stage, draw: Draw) -> Truth:
+    """15 with a temperature on both sides."""
+    sizes = draw.sizes()
+    values = draw.sample([0.5, 0.65, 0.85, 1.1, 1.4, 2.0], 2)
+    plans = [Plan(temperature=value, facts={} if draw.random() < 0.5 else {"temperature": 1.0}) for value in values]
+    stage.both(sizes, draw.sequences(sizes), *plans)
+    return Truth("framework", ("temperature",), ("logprob_rows", "logprob"), details={"temperature": values[0]})
+
+
+def large_vocabulary_padding(stage: Stage, draw: Draw) -> Truth:
+    """17 with few or many rows, whose logits are zero or small."""
+    sizes = draw.sizes(tied=False, vocab=draw.choice([33, 200, 301]))
+    more, scale = draw.choice([3, 128, 500]), draw.choice([0.0, 0.2])
+    noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def step(model: Model, usual, logits):
+        extra = torch.randn(len(logits), more, generator=noise).double() * scale
+        return torch.cat([logits.double(), extra], -1).log_softmax(-1)[:, : model.sizes.vocab].float()
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={"logprob_rows": step}, facts={"vocab_rows": sizes.vocab + more} if draw.random() < 0.5 else {}))
+    return Truth("framework", ("vocab-padding",), ("logprob_rows", "logprob"))
+
+
+def rounding_elsewhere(stage: Stage, draw: Draw) -> Truth:
+    """13 in other places: a result of an fp32 model that goes through bf16."""
+    sizes = draw.sizes(dtype=FP32)
+    layer = draw.layer(sizes)
+    parts = [
+        "o_proj",
+        "q_proj",
+        "v_proj",
+        "attn",
+        "attn_residual",
+        "mlp_residual",
+        "q_rope",
+        "attn_norm",
+        "mlp_out",
+        "expert_act" if sizes.moe[layer] else "act",
+    ]
+    place = f"layers.{layer}.{draw.choice(parts)}"
+    narrow = draw.choice([BF16, FP16])
+
+    def step(model: Model, usual, **_):
+        return usual().to(narrow).float()
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={place: step}))
+    return Truth("framework", ("extra-rounding", "dtype", "norm-cast"), (place,))
+
+
+def router_dtype(stage: Stage, draw: Draw) -> Truth:
+    """8's neighbours: probabilities or logits in bf16, a sigmoid, a scale."""
+    sizes = draw.sizes(moe=True)
+    place, kind = f"layers.{draw.layer(sizes)}.expert_probs", draw.choice(["logits", "result", "sigmoid", "bf16 softmax"])
+
+    def step(model: Model, usual, logits, ids):
+        given = logits.to(BF16).float() if kind == "logits" else logits
+        p = (given.to(BF16).softmax(-1).float() if kind == "bf16 softmax" else given.sigmoid() if kind == "sigmoid" else given.softmax(-1)).gather(1, ids)
+        p = p / p.sum(-1, keepdim=True)
+        return p.to(BF16).float() if kind == "result" else p
+
+    stage.both(sizes, draw.sequences(sizes, 8, 24), Plan(steps={place: step}))
+    causes = {"sigmoid": ("router-softmax",), "bf16 softmax": ("router-softmax", "router-dtype")}
+    return Truth("framework", causes.get(kind, ("router-dtype", "extra-rounding")), (place,))
+
+
+def other_experts(stage: Stage, draw: Draw) -> Truth:
+    """7's neighbour: a bias, or groups, decide about the experts."""
+    sizes = draw.sizes(moe=True, experts=16)
+    place, kind = f"layers.{draw.layer(sizes)}.expert_ids", draw.choice(["bias", "groups"])
+    noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def step(model: Model, usual, logits):
+        if kind == "bias":
+            given = logits + torch.randn(16, generator=noise)
+        else:
+            best = logits.view(-1, 4, 4).amax(-1).topk(2, -1).indices
+            given = logits.masked_fill(~F.one_hot(best, 4).sum(1).bool().repeat_interleave(4, -1), -1e9)
+        return given.topk(model.sizes.top_k, -1).indices.sort(-1).values
+
+    stage.both(sizes, draw.sequences(sizes, 8, 24), Plan(steps={place: step}))
+    return Truth("routing", ("router-choice",), (place,))
+
+
+def dropped(stage: Stage, draw: Draw) -> Truth:
+    """9 without padding: a capacity drops tokens of a full expert, or their rows are another token's."""
+    sizes = draw.sizes(moe=True)
+    place, part = f"layers.{draw.layer(sizes)}.{draw.choice(['expert_out', 'expert_act', 'expert_gate'])}", draw.uniform(0.15, 0.5)
+
+    def step(model: Model, usual, ids=None, places=None, **_):
+        out = usual().clone()
+        chosen = model.chosen
+        limit = max(1, round(part * len(out)))
+        for expert in range(model.sizes.experts):
+            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+            out[rows[limit:], slots[limit:]] = 0
+        return out
+
+    layer = place.split(".")[1]
+
+    def remember(model: Model, usual, logits):
+        model.chosen = usual()
+        return model.chosen
+
+    stage.both(sizes, draw.sequences(sizes, 10, 24), Plan(steps={place: step, f"layers.{layer}.expert_ids": remember}))
+    return Truth("framework", ("dropped-tokens",), (place,))
+
+
+def garbage(stage: Stage, draw: Draw) -> Truth:
+    """12 with junk that is a number, or zeros: rows that hold what was in the memory before."""
+    sizes = draw.sizes()
+    layer = draw.layer(sizes)
+    place = f"layers.{layer}." + draw.choice(["o_proj", "attn", "mlp_out", "q_proj", "act" if not sizes.moe[layer] else "mlp_out"])
+    sequences = draw.sequences(sizes, 10, 30, count=3)
+    rows = draw.sample(range(sum(map(len, sequences))), draw.randint(1, 5))
+    kind = draw.choice(["zero", "huge", "noise"])
+    noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def step(model: Model, usual, **_):
+        out = usual().clone()
+        drawn = torch.randn(out[rows].shape, generator=noise).to(out.dtype)
+        out[rows] = {"zero": torch.zeros_like(drawn), "huge": torch.full_like(drawn, 3e4), "noise": drawn}[kind]
+        return out
+
+    stage.both(sizes, sequences, Plan(steps={place: step}))
+    return Truth("framework", ("unwritten",), (place,))
+
+
+def dropout_elsewhere(stage: Stage, draw: Draw) -> Truth:
+    """22: dropout behind other operators, at other rates."""
+    sizes = draw.sizes()
+    layer = draw.layer(sizes)
+    parts = ["q_proj", "attn_norm", "o_proj", "mlp_out", "expert_act" if sizes.moe[layer] else "act", "attn"]
+    place, rate = f"layers.{layer}.{draw.choice(parts)}", draw.choice([0.05, 0.1, 0.25, 0.5])
+    noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def step(model: Model, usual, **_):
+        out = usual()
+        return (out.float() * (torch.rand(out.shape, generator=noise) >= rate) / (1 - rate)).to(out.dtype)
+
+    stage.both(sizes, draw.sequences(sizes, 10, 24), Plan(steps={place: step}, facts={"training": True} if draw.random() < 0.3 else {}))
+    return Truth("framework", ("dropout",), (place,))
+
+
+def weights_elsewhere(stage: Stage, draw: Draw) -> Truth:
+    """21 and 22: any parameter, swapped with another, scaled, in fp8, with its rows in another order, or NaN."""
+    sizes = draw.sizes(dtype=draw.choice([BF16, FP32]))
+    weights = weights_of(sizes, draw.randrange(1 << 30))
+    kind = draw.choice(["moved", "scaled", "fp8", "fp16", "rows", "nan", "zero", "old"])
+    matrices = [name for name, w in weights.items() if w.dim() == 2]
+    if kind == "fp16":
+        sizes = replace(sizes, dtype=FP32)
+        weights = {name: w.float() for name, w in weights_of(sizes, 5).items()}
+    names = list(weights) if kind in ("scaled", "nan", "old", "zero") else matrices
+    name = draw.choice(names)
+    w = weights[name]
+    changed = dict(weights)
+    noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    if kind == "moved":
+        like = [other for other in matrices if other != name and weights[other].shape == w.shape]
+        if not like:
+            kind = "zero"
+        else:
+            other = draw.choice(like)
+            changed[name], changed[other] = weights[other], w
+    if kind == "scaled":
+        changed[name] = (w.float() * draw.choice([0.5, 2.0, 1.25])).to(w.dtype)
+    elif kind == "fp8":
+        changed[name] = w.to(draw.choice([torch.float8_e4m3fn, torch.float8_e5m2])).to(w.dtype)
+    elif kind == "fp16":
+        changed[name] = w.to(FP16).to(w.dtype)
+    elif kind == "rows":
+        changed[name] = w[torch.randperm(len(w), generator=noise)]
+    elif kind == "nan":
+        changed[name] = w.clone()
+        changed[name].view(-1)[:: max(1, w.numel() // 7)] = float("nan")
+    elif kind == "zero":
+        changed[name] = torch.zeros_like(w)
+    elif kind == "old":
+        changed[name] = (w.float() + draw.choice([0.01, 0.1, 0.3]) * w.float().std() * torch.randn(w.shape, generator=noise)).to(w.dtype)
+    sequences = [list(range(sizes.vocab)), *draw.sequences(sizes)]  # every token and, for most draws, every expert is used
+    stage.both(sizes, sequences, Plan(), weights=weights, wrong_weights=changed)
+    causes = {
+        "moved": ("weights-moved",), "scaled": ("weights-scaled",), "fp8": ("weights-dtype",), "fp16": ("weights-dtype",), "rows": ("weights-rows",),
+        "nan": ("weights-missing",), "zero": ("weights-missing",), "old": ("weights-stale",),
+    }  # fmt: skip
+    both = [name] + ([other] if kind == "moved" else [])
+    return Truth("weights", causes[kind], details={"parameters": both})
+
+
+def stale_copy_elsewhere(stage: Stage, draw: Draw) -> Truth:
+    """21: any product computes with an old copy, or with another layer's."""
+    sizes = draw.sizes(layers=draw.choice([2, 3]), moe=draw.random() < 0.5)
+    layer = draw.layer(sizes)
+    weights = weights_of(sizes, draw.randrange(1 << 30))
+    at, there = f"model.layers.{layer}.", f"model.layers.{(layer + 1) % sizes.layers}."
+    name = draw.choice(["q", "k", "v", "o"])
+    other = weights[f"{there}self_attn.{name}_proj.weight"]
+    mine = weights[f"{at}self_attn.{name}_proj.weight"]
+    old = (mine.float() * (1 + 0.3 * torch.randn(mine.shape, generator=torch.Generator().manual_seed(1)))).to(mine.dtype)
+    swapped = draw.random() < 0.5
+    stage.both(sizes, draw.sequences(sizes), Plan(held={f"{at}self_attn.{name}_proj.weight": other if swapped else old}), weights=weights)
+    causes = ("weights-moved",) if swapped else ("stale-copy",)
+    return Truth("weights", causes, (f"layers.{layer}.{name}_proj",), parameter=f"{at}self_attn.{name}_proj.weight")
+
+
+def residual_form(stage: Stage, draw: Draw) -> Truth:
+    """a branch that is added twice, or not at all; halves of the gated unit swapped; another activation."""
+    sizes = draw.sizes()
+    layer = draw.layer(sizes)
+    kind = draw.choice(["twice", "left out", "swapped", "gelu"])
+    if kind in ("twice", "left out"):
+        place = f"layers.{layer}.{draw.choice(['attn_residual', 'mlp_residual'])}"
+
+        def step(model: Model, usual, x, y):
+            return x + 2 * y if kind == "twice" else x.clone()
+    else:
+        place = f"layers.{layer}.{'expert_act' if sizes.moe[layer] else 'act'}"
+
+        def step(model: Model, usual, gate, up):
+            return model.swiglu(up, gate) if kind == "swapped" else (F.gelu(gate.double()).float() * up.float()).to(model.sizes.dtype)
+
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={place: step}))
+    return Truth("framework", ({"swapped": "gate-up-swapped", "gelu": "activation"}.get(kind, "residual-terms"),), (place,))
+
+
+def two_at_once(stage: Stage, draw: Draw) -> Truth:
+    """two faults in one run: the first in the order of computation is named."""
+    sizes = draw.sizes(layers=3, moe=True, dtype=BF16)
+    first, second = sorted(draw.sample(range(3), 2))
+    norm = f"layers.{first}.attn_norm"
+
+    def cast(x, w, dtype):
+        return (x.float() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt().float()).to(dtype) * w
+
+    def after_top_k(model: Model, usual, logits, ids):
+        return logits.gather(1, ids).softmax(-1).to(BF16).float()
+
+    def dropped(model: Model, usual, **_):
+        return usual() * (torch.rand(()) > -1) * 0
+
+    steps = {norm: norm_step(cast), f"layers.{second}.expert_probs": after_top_k, f"layers.{second}.mlp_out": dropped}
+    wrong = {f"model.layers.{second}.self_attn.v_proj.weight": 0}
+    weights = weights_of(sizes, draw.randrange(1 << 30))
+    changed = {name: w.roll(1, 0) if name in wrong else w for name, w in weights.items()}
+    stage.both(sizes, draw.sequences(sizes), Plan(steps=steps, temperature=0.7), weights=weights, wrong_weights=changed)
+    return Truth("framework", ("norm-cast",), (norm,))
+
+
+def weighted_early(stage: Stage, draw: Draw) -> Truth:
+    """one engine multiplies an expert's row by its probability before the down projection, as stock Megatron does."""
+    sizes = draw.sizes(moe=True, dtype=draw.choice([BF16, FP32, FP16]))
+    layer = draw.layer(sizes)
+    held: dict[str, torch.Tensor] = {}
+
+    def probabilities(model: Model, usual, logits, ids):
+        held["p"], held["ids"] = usual(), ids
+        return held["p"]
+
+    def combined(model: Model, usual, out, probs, ids, places):
+        scaled = (held["act"].float() * probs[..., None]).to(model.sizes.dtype)
+        rows = model._each(layer, "down", scaled, ids)
+        model.tracer.point(f"layers.{layer}.expert_scaled", scaled)
+        model.tracer.point(f"layers.{layer}.expert_scaled_out", rows)
+        return rows.float().sum(1).to(model.sizes.dtype)
+
+    def activation(model: Model, usual, gate, up):
+        held["act"] = usual()
+        return held["act"]
+
+    here = f"layers.{layer}."
+    steps = {f"{here}expert_probs": probabilities, f"{here}expert_act": activation, f"{here}mlp_out": combined}
+    stage.both(sizes, draw.sequences(sizes), Plan(steps=steps, skip=frozenset({f"{here}expert_out"})))
+    return Truth("framework", ("expert-weighting",), (f"{here}mlp_out",))
+
+
+def rows_never_stored(stage: Stage, draw: Draw) -> Truth:
+    """13 inside a fused operator: rows of experts are weighted and added without being rounded first."""
+    sizes = draw.sizes(moe=True, dtype=BF16)
+    layer = draw.layer(sizes)
+    held: dict[str, torch.Tensor] = {}
+
+    def activation(model: Model, usual, gate, up):
+        held["act"] = usual()
+        return held["act"]
+
+    def fused(model: Model, usual, out, probs, ids, places):
+        total = torch.zeros(len(out), model.sizes.hidden)
+        for k in range(ids.shape[1]):
+            rows = []
+            for row, expert in enumerate(ids[:, k].tolist()):
+                w = model.weight(f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight")
+                rows.append((w.double() @ held["act"][row, k].double()).float() * probs[row, k])
+            total = total + torch.stack(rows)
+        return total.to(BF16)
+
+    here = f"layers.{layer}."
+    stage.both(sizes, draw.sequences(sizes), Plan(steps={f"{here}expert_act": activation, f"{here}mlp_out": fused}))
+    return Truth("framework", ("extra-rounding",), (f"{here}mlp_out",))
+
+
+VARIANTS: list[Callable[[Stage, Draw], Truth]] = [
+    epsilon, norm_form, norm_cast_fp16, rope_form, mask, attention_form, head_form, two_temperatures, large_vocabulary_padding, rounding_elsewhere,
+    router_dtype, other_experts, dropped, garbage, dropout_elsewhere, weights_elsewhere, stale_copy_elsewhere, residual_form,
+    two_at_once, weighted_early, rows_never_stored,
+]  # fmt: skip
+
+
+def plant_variant(index: int, seed: int, folder: Path) -> Truth:
+    """As :func:`planted_faults.plant`, of :data:`VARIANTS`, behind which come all faults with their columns cut."""
+    draw = Draw(50_000 * (index + 1) + seed)
+    makers = [*VARIANTS, *FAULTS]
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        truth = makers[index](CutStage(folder, draw), draw)
+        traces = open_trace(folder / "A"), open_trace(folder / "B")
+        if not all(isinstance(trace, Trace) for trace in traces):
+            return truth
+        differing = [int((traces[0].digests(name) != traces[1].digests(name)).sum()) for name in traces[0].names if name in traces[1].recorded]
+        if next((rows for rows in differing if rows), 0) >= truth.least:
+            return truth
+
+
+def named(found: Any, truth: Truth) -> bool:
+    """Kind, cause and place, and the parameter where one is at fault."""
+    good = found.kind == truth.kind and found.cause in truth.causes and found.parameter.startswith(truth.parameter)
+    if "parameters" in truth.details:
+        good = good and found.parameter in truth.details["parameters"]
+    if "temperature" in truth.details:
+        good = good and any(math.isclose(found.details.get(f"temperature_{side}", 0.0), truth.details["temperature"], abs_tol=0.01) for side in "ab")
+    return good and (not truth.points or found.point in truth.points)

@@ -1,0 +1,30 @@
+"""Variants of every kind of fault at other places, sizes, layers and types, the sides' columns cut over other ranks; two faults at once; both directions."""
+
+import pytest
+from faults import examine
+from planted_faults import FAULTS
+from planted_variants import VARIANTS, named, plant_variant
+
+from tio_megatron.verify.diagnosis import diagnose
+from tio_megatron.verify.traces import open_trace
+
+MAKERS = [*VARIANTS, *FAULTS]
+
+
+@pytest.mark.parametrize("index", range(len(MAKERS)), ids=[maker.__name__ for maker in MAKERS])
+def test_a_variant_is_named_from_either_side(index, tmp_path):
+    truth = plant_variant(index, 500, tmp_path)
+    found = examine(tmp_path)
+    assert named(found, truth), f"{found}\nplanted: {truth}"
+    swapped = diagnose(open_trace(tmp_path / "B"), open_trace(tmp_path / "A"))
+    assert (swapped.kind, swapped.cause, swapped.point, swapped.parameter) == (found.kind, found.cause, found.point, found.parameter), (found, swapped)
+    assert swapped.side == {"A": "B", "B": "A", "": ""}[found.side], (found, swapped)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(501, 509))
+@pytest.mark.parametrize("index", range(len(MAKERS)), ids=[maker.__name__ for maker in MAKERS])
+def test_more_variants(index, seed, tmp_path):
+    truth = plant_variant(index, seed, tmp_path)
+    found = examine(tmp_path)
+    assert named(found, truth), f"{found}\nplanted: {truth}"
