@@ -115,8 +115,11 @@ class Loop:
             InputProblem: lines are missing.
         """
         path = self.options.job.out / "metrics.jsonl"
-        found = read(path)[:count]
-        if [step["step"] for step in found] != list(range(1, count + 1)):
+        try:
+            found = read(path)[:count]
+        except ValueError as error:
+            raise InputProblem(str(error)) from error
+        if [step.get("step") for step in found] != list(range(1, count + 1)):
             raise InputProblem(f"{path}: the checkpoint beside it has {count} steps, the file has not all of them; start the run anew without --resume")
         return found
 

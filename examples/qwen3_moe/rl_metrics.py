@@ -90,9 +90,21 @@ def _line(step: Metrics) -> bytes:
 
 
 def read(path: Path) -> list[Metrics]:
-    """The steps of a ``metrics.jsonl``, with NaN for null; none if there is no such file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [{name: math.nan if value is None else value for name, value in json.loads(line).items()} for line in lines]
+    """The steps of a ``metrics.jsonl``, with NaN for null; none if there is no such file.
+
+    Raises:
+        ValueError: the line that is none.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+        try:
+            step = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error}); the run that wrote it would not have: remove the line, or the file") from error
+        if not isinstance(step, dict) or any(value is not None and not isinstance(value, int | float) for value in step.values()):
+            raise ValueError(f"{path}, line {number}: a JSON object of numbers was expected")
+        found.append({name: math.nan if value is None else value for name, value in step.items()})
+    return found
 
 
 def ends(steps: Sequence[Metrics], name: str = "reward", window: int = 5) -> tuple[float, float]:

@@ -56,6 +56,7 @@ def start(
     else:
         options |= {"tensor_parallel_size": tp, "enable_expert_parallel": expert_parallel, "enforce_eager": True}
         options |= {"distributed_executor_backend": "mp"} if tp > 1 else {}
+        options["worker_extension_cls"] = "examples.qwen3_moe.stock_worker.StockWorker"  # a name: functions would travel as pickles
     from vllm import LLM
 
     _engine = LLM(model=model, **options)
@@ -138,20 +139,12 @@ def update(weights: str) -> dict[str, Any]:
     """Push an HF folder into the running engine; answers with the digests of what it then holds (a stock engine knows none)."""
     if _contract is None:
         _engine.collective_rpc("reload_weights", kwargs={"weights_path": weights})
-        _engine.collective_rpc(_pack_experts)
+        _engine.collective_rpc("pack_experts")
         _engine.reset_prefix_cache()
         return {"digests": {}}
     with Checkpoint(weights) as checkpoint:
         push_weights(_engine, checkpoint.tensors(), _contract)
     return {"digests": _engine.collective_rpc("tio_digests")[0]}
-
-
-def _pack_experts(worker: Any) -> None:
-    """Stock vLLM on the CPU packs experts when it loads them, but on a reload copies them unpacked over the packed ones: pack them again."""
-    for layer in worker.model_runner.get_model().modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def finish() -> None:

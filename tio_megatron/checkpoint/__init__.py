@@ -4,7 +4,7 @@ One table (:func:`tensor_table`) says for every tensor of a model which axis a l
 digests all read it.
 """
 
-from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
+from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError, require_no_code
 from tio_megatron.checkpoint.digest import digest_differences, manifest_digest, row_digests, tensor_digest
 from tio_megatron.checkpoint.names import Shard, TensorSpec, tensor_table
 from tio_megatron.checkpoint.reader import Checkpoint
@@ -22,6 +22,7 @@ __all__ = [
     "digest_differences",
     "latest_training",
     "manifest_digest",
+    "require_no_code",
     "row_digests",
     "tensor_digest",
     "tensor_table",

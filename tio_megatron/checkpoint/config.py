@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tio_megatron.contract import ModelShape
+from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.model import MAX_POSITIONS
 
 DTYPES = ("bfloat16", "float32")
 """Dtypes of weights the kernels take."""
+
+NAMES_CODE = "auto_map names Python code of the folder, which is never run here (trust_remote_code is off); remove the field to use the stock classes"
+_MAY_NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "generation_config.json")
 
 
 class CheckpointError(ValueError):
@@ -48,9 +52,10 @@ class CheckpointConfig:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; a checkpoint is an HF folder with config.json and *.safetensors") from error
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+            raise CheckpointError(f"{path}: cannot be read as JSON ({cut(str(error))})") from error
         if not isinstance(data, dict):
             raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        require_no_code(path.parent)
         try:
             return cls.from_dict(data)
         except CheckpointError as error:
@@ -71,9 +76,9 @@ class CheckpointConfig:
         rope_theta = _rope_theta(config, problems)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         if dtype not in DTYPES:
-            problems.append(f"dtype is {dtype or None!r}, supported are {list(DTYPES)}")
+            problems.append(f"dtype is {shown(dtype or None)}, supported are {list(DTYPES)}")
         if not _positive(epsilon := config.get("rms_norm_eps")):
-            problems.append(f"rms_norm_eps is {epsilon!r}, it must be a positive number")
+            problems.append(f"rms_norm_eps is {shown(epsilon)}, it must be a positive number")
         positions = config.get("max_position_embeddings")
         if type(positions) is not int or not 1 <= positions <= MAX_POSITIONS:
             problems.append(f"max_position_embeddings is {_shown(positions)}, it must be a whole number from 1 to {MAX_POSITIONS}")
@@ -90,6 +95,22 @@ class CheckpointConfig:
         )
 
 
+def require_no_code(folder: Path) -> None:
+    """Refuse a folder whose files name Python code of its own for transformers or vLLM to run (``auto_map``). Files that are not there, or are no
+    JSON, are somebody else's to refuse.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    for name in _MAY_NAME_CODE:
+        try:
+            held = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(held, dict) and held.get("auto_map"):
+            raise CheckpointError(f"{folder / name}: {NAMES_CODE}")
+
+
 def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the contract does not cover, or would silently compute another way."""
     problems = []
@@ -100,21 +121,23 @@ def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     for name, value, default in wanted:
         got = config.get(name, default)
         if got != value and not (got is None and default is not None):
-            problems.append(f"{name} is {got!r}, supported is {value!r}")
+            problems.append(f"{name} is {shown(got)}, supported is {value!r}")
+    if config.get("auto_map"):
+        problems.append(NAMES_CODE)
     if config.get("quantization_config"):
         problems.append("quantization_config is set, quantized weights are not supported (use the bf16 checkpoint)")
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        problems.append(f"layer_types is {kinds!r}, it must be a list of names")
+        problems.append(f"layer_types is {shown(kinds)}, it must be a list of names")
     elif kinds := sorted(set(kinds) - {"full_attention"}):
-        problems.append(f"layer_types has {kinds}, supported is 'full_attention'")
+        problems.append(f"layer_types has {shown(kinds)}, supported is 'full_attention'")
     if shape.head_dim % 2:
         problems.append(f"head_dim is {shape.head_dim}, rotary positions need an even one")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(name)
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not (isinstance(token, int) and 0 <= token < shape.vocab):
-                problems.append(f"{name} {token!r} is outside the vocabulary of {shape.vocab}")
+                problems.append(f"{name} {shown(token)} is outside the vocabulary of {shape.vocab}")
     return problems
 
 
@@ -122,11 +145,11 @@ def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
     """The rotary base from either spelling (``rope_theta``, or ``rope_parameters`` of newer writers)."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
-        problems.append(f"rope_parameters is {parameters!r}, it must be an object")
+        problems.append(f"rope_parameters is {shown(parameters)}, it must be an object")
         parameters = {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
-        problems.append(f"rope scaling {kind!r} is not supported, only 'default'")
+        problems.append(f"rope scaling {shown(kind)} is not supported, only 'default'")
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         problems.append("partial_rotary_factor is not 1, partial rotary positions are not supported")
     theta = parameters.get("rope_theta", config.get("rope_theta"))
@@ -145,7 +168,7 @@ def _shown(value: object) -> str:
     """The value for a message; of a number with hundreds of digits their count (Python refuses to print some)."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of about {int(value.bit_length() * 0.30103)} digits"
-    return repr(value)
+    return shown(value)
 
 
 def _no_number(name: str) -> NoReturn:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
 from tio_megatron.checkpoint.names import TensorSpec, tensor_count, tensor_table
+from tio_megatron.contract.messages import cut, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -98,7 +99,7 @@ class Checkpoint:
             except FileNotFoundError as error:
                 raise CheckpointError(f"{path}: no such file") from error
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
+                raise CheckpointError(f"{path}: not a whole safetensors file ({cut(str(error))}); copy it again") from error
         return self._open[file]
 
     def _locate(self) -> dict[str, str]:
@@ -108,9 +109,10 @@ class Checkpoint:
             try:
                 files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index}: cannot be read as an index with a weight_map ({error!r})") from error
-            if not isinstance(files, dict) or any(not isinstance(f, str) or Path(f).name != f for f in files.values()):
-                raise CheckpointError(f"{index}: weight_map must map tensor names to file names in the same folder")
+                raise CheckpointError(f"{index}: cannot be read as an index with a weight_map ({cut(repr(error))})") from error
+            odd = [f for f in files.values() if not _is_plain(f)] if isinstance(files, dict) else [files]
+            if odd:
+                raise CheckpointError(f"{index}: weight_map must map tensor names to file names in the same folder, it has {shown(odd[0])}")
             missing = sorted({f for f in files.values() if not (self.path / f).is_file()})
             if missing:
                 raise CheckpointError(f"{self.path}: the index names {len(set(files.values()))} shards, missing are {_some(missing)}; copy them too")
@@ -171,6 +173,11 @@ class Checkpoint:
             found.discard(head)
 
 
+def _is_plain(name: object) -> bool:
+    """Whether it is the name of a file of the folder itself, of a length that files may have."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name and len(name) <= 200 and name.isprintable()
+
+
 def _some(names: list[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(cut(name, 200) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

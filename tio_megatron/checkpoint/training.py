@@ -19,6 +19,7 @@ from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
+from tio_megatron.contract.messages import shown
 
 STATE = "state.json"
 LATEST = "latest"
@@ -187,7 +188,7 @@ def _named(path: Path) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / LATEST}: cannot be read ({error})") from error
     if not _NAME.fullmatch(name) or not (path / name / STATE).is_file():
-        raise CheckpointError(f"{path / LATEST}: names {name!r}, which is no checkpoint beside it")
+        raise CheckpointError(f"{path / LATEST}: names {shown(name)}, which is no checkpoint beside it")
     return path / name
 
 
@@ -206,7 +207,7 @@ def training_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); the file is truncated or altered") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise CheckpointError(f"{path}: format {found!r}, this version reads {FORMAT!r}")
+        raise CheckpointError(f"{path}: format {shown(found)}, this version reads {FORMAT!r}")
     given = data.pop("sha256", None)
     try:
         altered = given != _own_digest(data)

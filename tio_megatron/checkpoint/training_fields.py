@@ -12,12 +12,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
+from tio_megatron.contract.messages import shown
 
 Check = Callable[[str, Any], Iterator[str]]
 """(name of the field, its value) -> what is wrong with it, each line with the name."""
 
 _LARGEST_FP32 = float.fromhex("0x1.fffffep+127")
-_SHOWN, _LONGEST = 8, 60
+_SHOWN = 8
 _MISSING = object()
 
 
@@ -42,7 +43,7 @@ def _is(kind: str, fits: Callable[[Any], bool]) -> Check:
         if value is _MISSING:
             yield f"{name} is missing"
         elif not fits(value):
-            yield f"{name} is {_shown(value)}, it must be {kind}"
+            yield f"{name} is {shown(value)}, it must be {kind}"
 
     return check
 
@@ -58,7 +59,7 @@ def _object(fields: Mapping[str, Check] | None = None, each: Check | None = None
         dot = f"{name}." if name else ""
         if len(value) < least:
             yield f"{name} is empty"
-        yield from (f"{name} names {_shown(key)}, which cannot be" for key in value if not names(key))
+        yield from (f"{name} names {shown(key)}, which cannot be" for key in value if not names(key))
         for field, inner in (fields or {}).items():
             yield from inner(f"{dot}{field}", value.get(field, _MISSING))
         if each is not None:
@@ -109,14 +110,6 @@ def _is_inside(name: str) -> bool:
     return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
 
 
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits
-        text = type(value).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
 _ANY = _is("anything", lambda value: True)
 _TEXT = _is("text", lambda value: isinstance(value, str))
 _COUNT = _is("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 62)
@@ -136,7 +129,7 @@ def _random(name: str, value: Any) -> Iterator[str]:
     yield from wrong
     if not wrong:
         for rank, theirs in enumerate(value["ranks"]):
-            yield from (f"{name}.ranks[{rank}].{each} is {_shown(key)}, no state has that name" for each, key in theirs.items() if key not in value["states"])
+            yield from (f"{name}.ranks[{rank}].{each} is {shown(key)}, no state has that name" for each, key in theirs.items() if key not in value["states"])
 
 
 _STATE = _object(

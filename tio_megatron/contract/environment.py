@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tio_megatron.contract.messages import shown
 from tio_megatron.contract.spec import Contract
 
 VARIABLE = "TIO_CONTRACT"
 """``1`` or ``default`` (the default contract), a JSON object, or the path of a JSON file. Unset, empty or ``0``: off."""
+
+MOST_BYTES = 1 << 20
+"""Of a file that names a contract; real ones have some hundred."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,7 @@ def read(value: Contract | Mapping[str, Any] | str | Path | None) -> Setting:
     if isinstance(value, Contract):
         return Setting(value)
     if isinstance(value, str | Path) and not str(value).lstrip().startswith("{"):
-        path = Path(value)
-        if not path.is_file():
-            raise ValueError(f"contract: {str(value)!r} is neither 1, default, a JSON object nor a file")
-        value = path.read_text()
+        value = _text(Path(value))
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -61,8 +62,26 @@ def read(value: Contract | Mapping[str, Any] | str | Path | None) -> Setting:
     fields = dict(value)
     vocab_size = fields.pop("vocab_size", None)
     if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-        raise ValueError(f"contract: vocab_size must be a positive whole number, got {vocab_size!r}")
-    return Setting(Contract.from_json(json.dumps(fields)), vocab_size)
+        raise ValueError(f"contract: vocab_size must be a positive whole number, got {shown(vocab_size)}")
+    try:
+        text = json.dumps(fields)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"contract: its fields are no plain data ({error})") from error
+    return Setting(Contract.from_json(text), vocab_size)
+
+
+def _text(path: Path) -> str:
+    try:
+        found = path.is_file()
+        if found and path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"contract: {path} has {path.stat().st_size} bytes, a contract has at most {MOST_BYTES}")
+        if found:
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"contract: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:  # also a name that no file can have
+        raise ValueError(f"contract: {shown(str(path))} cannot be read ({error.strerror or error})") from error
+    raise ValueError(f"contract: {shown(str(path), 200)} is neither 1, default, a JSON object nor a file")
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Setting | None:
@@ -80,4 +99,4 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Setting | None
     try:
         return read(value)
     except ValueError as error:
-        raise ValueError(f"{VARIABLE}={value!r}: {error}") from error
+        raise ValueError(f"{VARIABLE}={shown(value, 200)}: {error}") from error

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.contract.messages import shown
+
 MAX_POSITIONS = 1 << 20
 """Positions of the longest sequence: up to here the tables of rotary angles are exact (:mod:`tio_megatron.kernels.rope.table`)."""
 
@@ -33,7 +35,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model: {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"model: {name} must be at least 1, got {shown(getattr(self, name))}")
         if self.heads % self.kv_heads:
             raise ValueError(f"model: {self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         if self.experts and not 1 <= self.top_k <= self.experts:
@@ -53,7 +55,7 @@ class ModelShape:
         architectures = config.get("architectures") or []
         known = {"Qwen3MoeForCausalLM": True, "Qwen3ForCausalLM": False}
         if not isinstance(architectures, list | tuple) or list(architectures) not in [[name] for name in known]:
-            raise ValueError(f"config.json: architectures is {architectures!r}, supported are {sorted([name] for name in known)}")
+            raise ValueError(f"config.json: architectures is {shown(architectures)}, supported are {sorted([name] for name in known)}")
         moe = known[architectures[0]]
         experts_key = "num_local_experts" if "num_local_experts" in config and "num_experts" not in config else "num_experts"
         keys = {
@@ -70,5 +72,5 @@ class ModelShape:
             raise ValueError(f"config.json: missing {', '.join(missing)}")
         wrong = [key for key in keys.values() if type(config[key]) is not int]
         if wrong:
-            raise ValueError(f"config.json: not whole numbers: {', '.join(f'{key} = {config[key]!r}' for key in wrong)}")
+            raise ValueError(f"config.json: not whole numbers: {', '.join(f'{key} = {shown(config[key])}' for key in wrong)}")
         return cls(**{field: config[key] for field, key in keys.items()}, tied=bool(config.get("tie_word_embeddings", False)))

@@ -12,6 +12,7 @@ from typing import Any
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
+from tio_megatron.contract.messages import named, shown
 from tio_megatron.contract.model import ModelShape
 from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
 from tio_megatron.contract.vocab import VocabOrder
@@ -40,9 +41,10 @@ class Cuts:
     vocab: int = 8
 
     def __post_init__(self) -> None:
-        for name, count in dataclasses.asdict(self).items():
+        for name in [field.name for field in dataclasses.fields(self)]:  # not asdict, which copies whatever was given, however deep
+            count = getattr(self, name)
             if type(count) is not int or not is_power_of_two(count):
-                raise ValueError(f"contract: cuts.{name} must be a power of two, got {count!r}")
+                raise ValueError(f"contract: cuts.{name} must be a power of two, got {shown(count)}")
 
     @classmethod
     def uniform(cls, count: int) -> Cuts:
@@ -103,11 +105,11 @@ class Contract:
         # A float or bool that equals the right number would print, and so hash, as another contract.
         for name in ("chain", "row_chain", "router_chain", "kv_block", "vocab_block", "grain", "version"):
             if type(getattr(self, name)) is not int:
-                raise ValueError(f"contract: {name} must be a whole number, got {getattr(self, name)!r}")
+                raise ValueError(f"contract: {name} must be a whole number, got {shown(getattr(self, name))}")
         if not isinstance(self.family, str) or not isinstance(self.cuts, Cuts):
-            raise ValueError(f"contract: family must be a name and cuts a Cuts, got {self.family!r} and {self.cuts!r}")
+            raise ValueError(f"contract: family must be a name and cuts a Cuts, got {shown(self.family)} and {shown(self.cuts)}")
         if self.version != VERSION:
-            raise ValueError(f"contract: version {self.version} is not the version of this package, {VERSION}")
+            raise ValueError(f"contract: version {shown(self.version)} is not the version of this package, {VERSION}")
         family = family_of(self.family)
         if self.cuts is _CUTS_BY_FAMILY:
             object.__setattr__(self, "cuts", Cuts(**family.cuts))
@@ -115,11 +117,11 @@ class Contract:
             if getattr(self, name) == BY_FAMILY:
                 object.__setattr__(self, name, value)
             if getattr(self, name) != value:
-                raise ValueError(f"contract: family {self.family!r} has {name} {value}, got {getattr(self, name)}")
+                raise ValueError(f"contract: family {self.family!r} has {name} {value}, got {shown(getattr(self, name))}")
         if self.vocab_block != 128:
-            raise ValueError(f"contract: vocab_block must be 128, got {self.vocab_block}")
+            raise ValueError(f"contract: vocab_block must be 128, got {shown(self.vocab_block)}")
         if self.grain < 1:
-            raise ValueError(f"contract: grain must be positive, got {self.grain}")
+            raise ValueError(f"contract: grain must be positive, got {shown(self.grain)}")
 
     @classmethod
     def for_layouts(cls, *layouts: Layout, **fields: Any) -> Contract:
@@ -230,11 +232,11 @@ class Contract:
             raise ValueError(f"contract: expected a JSON object, got {type(data).__name__}")
         cuts = data.pop("cuts", {})
         if not isinstance(cuts, dict):
-            raise ValueError(f"contract: cuts must be a JSON object, got {cuts!r}")
+            raise ValueError(f"contract: cuts must be a JSON object, got {shown(cuts)}")
         for names, given, what in ((cls, data, "field"), (Cuts, cuts, "cut")):
             unknown = sorted(set(given) - {f.name for f in dataclasses.fields(names)})
             if unknown:
-                raise ValueError(f"contract: unknown {what} {', '.join(unknown)}")
+                raise ValueError(f"contract: unknown {what} {named(unknown)}; known are {', '.join(f.name for f in dataclasses.fields(names))}")
         if cuts:
             name = data.get("family", "cpu")
             by_family = FAMILIES[name].cuts if isinstance(name, str) and name in FAMILIES else {}

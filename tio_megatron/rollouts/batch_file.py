@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from tio_megatron.contract.messages import cut, shown
 from tio_megatron.rollouts.batch import ARRAYS, OPTIONAL, About, Batch
 from tio_megatron.rollouts.errors import StoreError
 
@@ -54,7 +55,7 @@ def decode(raw: bytes, where: str) -> tuple[Head, Batch]:
     try:
         held = load(raw)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{where}: damaged ({error})") from None
+        raise StoreError(f"{where}: damaged ({cut(str(error))})") from None
     arrays = {name: held.get(name) for name in ARRAYS}
     try:
         batch = Batch(head.about, **arrays)
@@ -90,7 +91,7 @@ def _head(first: bytes, rest: bytes, size: int, where: str) -> Head:
     try:
         header = json.loads(rest[:length])
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where}: a damaged header ({error})") from None
+        raise StoreError(f"{where}: a damaged header ({cut(str(error))})") from None
     metadata: Any = header.pop("__metadata__", None) if isinstance(header, dict) else None
     try:
         said = json.loads(metadata[_KEY])
@@ -106,7 +107,7 @@ def _head(first: bytes, rest: bytes, size: int, where: str) -> Head:
     shape = header["lengths"].get("shape")
     typed = type(said["number"]) is int and all(isinstance(said[name], str) for name in ("before", "contents", "about"))
     if not (typed and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
-        raise StoreError(f"{where}: a damaged header (lengths of the shape {shape}, number {said['number']!r})")
+        raise StoreError(f"{where}: a damaged header (lengths of the shape {shown(shape)}, number {shown(said['number'])})")
     return Head(said["number"], said["before"], said["contents"], About.from_json(said["about"], where), shape[0])
 
 

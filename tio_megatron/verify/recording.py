@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.messages import cut
+from tio_megatron.verify.readers.arrays import DAMAGE
+
 ROW_BYTES = 16
 
 
@@ -29,12 +32,15 @@ class Recording:
     rows: npt.NDArray[np.uint8]
 
     def __post_init__(self) -> None:
-        scored = int((self.lengths - 1).sum())
-        problems = []
+        counts = {"lengths": self.lengths, "prompts": self.prompts}
+        problems = [f"{name} must be whole numbers [B]" for name, array in counts.items() if array.ndim != 1 or array.dtype.kind not in "iu"]
+        if problems:
+            raise ValueError("recording: " + "; ".join(problems))
+        scored = sum(self.lengths.tolist()) - len(self.lengths)
         if self.lengths.shape != self.prompts.shape or (self.prompts < 1).any() or (self.prompts > self.lengths).any():
             problems.append("every sequence needs a prompt of at least one token, no longer than itself")
-        if self.tokens.shape != (int(self.lengths.sum()),) or self.tokens.dtype != np.int32:
-            problems.append(f"tokens must be int32 [{int(self.lengths.sum())}], got {self.tokens.dtype} {list(self.tokens.shape)}")
+        if self.tokens.shape != (scored + len(self.lengths),) or self.tokens.dtype != np.int32:
+            problems.append(f"tokens must be int32 [{scored + len(self.lengths)}], got {self.tokens.dtype} {list(self.tokens.shape)}")
         if self.logprobs.shape != (scored,) or self.logprobs.dtype != np.float32:
             problems.append(f"logprobs must be float32 [{scored}], got {self.logprobs.dtype} {list(self.logprobs.shape)}")
         if self.rows.shape not in ((scored, ROW_BYTES), (0, ROW_BYTES)) or self.rows.dtype != np.uint8:
@@ -111,6 +117,14 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read what :meth:`save` wrote."""
-        with np.load(path, allow_pickle=False) as held:
-            return cls(held["lengths"], held["prompts"], held["tokens"], held["logprobs"], held["rows"])
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: no such file, or a damaged one.
+        """
+        names = ("lengths", "prompts", "tokens", "logprobs", "rows")
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                return cls(*(held[name] for name in names))
+        except DAMAGE as error:
+            raise ValueError(f"{path}: no recording, or a damaged one ({cut(str(error))})") from error

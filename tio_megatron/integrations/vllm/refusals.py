@@ -154,6 +154,8 @@ def _engine(config: VllmConfig) -> Iterator[str]:
         yield "speculative decoding (speculative_config): leave it out"
     if model.runner_type != "generate" or model.convert_type != "none":
         yield f"runner {model.runner_type} with conversion {model.convert_type}: only generation is covered"
+    if getattr(model, "trust_remote_code", False):
+        yield "trust_remote_code: no code of a checkpoint is run here; leave it out"
     if getattr(model, "enable_prompt_embeds", False):
         yield "enable_prompt_embeds: give token ids"
     if getattr(model, "enable_return_routed_experts", False):

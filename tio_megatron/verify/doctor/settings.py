@@ -12,13 +12,14 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from tio_megatron.contract.messages import cut
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running
 from tio_megatron.verify.doctor.running import Kind, Running
@@ -90,6 +91,10 @@ def trainer(source: str) -> Configured:
     Raises:
         ValueError: cannot be read, a setting has two values, or the sizes do not fit each other.
     """
+    return _naming(source, _trainer)
+
+
+def _trainer(source: str) -> Configured:
     settings, kind = _read(source, "trainer")
     if settings is None:
         return Configured(TrainerLayout.parse(source), {})
@@ -124,6 +129,20 @@ def rollout(source: str) -> Configured:
     Raises:
         ValueError: as :func:`trainer`.
     """
+    return _naming(source, _rollout)
+
+
+def _naming(source: str, read: Callable[[str], Configured]) -> Configured:
+    """Errors name the file, and stay short whatever it holds."""
+    try:
+        return read(source)
+    except (ValueError, RecursionError) as error:
+        said = str(error)
+        where = f"{source}: " if os.path.isfile(source) and source not in said else ""
+        raise ValueError(f"{where}{cut(said, 1000)}") from error
+
+
+def _rollout(source: str) -> Configured:
     settings, kind = _read(source, "rollout")
     if settings is None:
         return Configured(RolloutLayout.parse(source), {})
@@ -280,7 +299,7 @@ def _value(text: str) -> Any:
         return float(text)
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float | list) or value is None else text
 

@@ -20,11 +20,13 @@ import yaml
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Layout
 from tio_megatron.contract.environment import read
+from tio_megatron.contract.messages import cut, named, shown
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.readers import read_tokens
 
 ENGINES = ("megatron", "vllm", "hf")
 DTYPES = ("bfloat16", "float32")
+MOST_BYTES = 1 << 20
 FIELDS = {"model", "tokens", "trainers", "rollouts", "contract", "limit"}
 _RANDOM = {"random": 8, "longest": 96, "seed": 1}
 
@@ -105,14 +107,17 @@ class Table:
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
         try:
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{path.stat().st_size} bytes, a table has at most {MOST_BYTES}")
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from error
+        except (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError, OSError) as error:
+            # PyYAML lets Python's own errors of odd scalars through.
+            raise ValueError(f"{path}: cannot be read as YAML ({cut(str(error))})") from error
         if not isinstance(data, Mapping):
             raise ValueError(f"{path}: expected a mapping with {', '.join(sorted(FIELDS))}, got {type(data).__name__}")
         unknown, missing = sorted(set(map(str, data)) - FIELDS), [name for name in ("model", "trainers", "rollouts") if not data.get(name)]
         if unknown or missing:
-            said = [f"unknown {', '.join(unknown)}" if unknown else "", f"missing {', '.join(missing)}" if missing else ""]
+            said = [f"unknown {named(unknown)}" if unknown else "", f"missing {', '.join(missing)}" if missing else ""]
             raise ValueError(f"{path}: {'; '.join(filter(None, said))}; fields are {', '.join(sorted(FIELDS))}")
         model = (path.parent / Path(str(data["model"])).expanduser()).resolve()
         config = CheckpointConfig.from_file(model / "config.json")
@@ -127,12 +132,15 @@ class Table:
 def _sides(path: Path, name: str, given: Any) -> tuple[Side, ...]:
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"{path}: {name} must be a list of words such as [megatron tp2+ep2, stock vllm tp1]")
-    return tuple(dict.fromkeys(map(Side.parse, given)))
+    try:
+        return tuple(dict.fromkeys(map(Side.parse, given)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {name}: {error}") from error
 
 
 def _tokens(path: Path, given: Any, config: CheckpointConfig, limit: Any) -> list[list[int]]:
     if type(limit) is not int or limit < 1:
-        raise ValueError(f"{path}: limit must be a whole number of at least 1, got {limit!r}")
+        raise ValueError(f"{path}: limit must be a whole number of at least 1, got {shown(limit)}")
     if isinstance(given, str):
         tokens = read_tokens(path.parent / Path(given).expanduser())[:limit]
     elif isinstance(given, Mapping) and set(given) <= set(_RANDOM) and all(type(value) is int and value >= 1 for value in given.values()):
@@ -141,7 +149,7 @@ def _tokens(path: Path, given: Any, config: CheckpointConfig, limit: Any) -> lis
         lengths = [draw.randint(2, max(2, chosen["longest"])) for _ in range(min(chosen["random"], limit))]
         tokens = [[draw.randrange(config.shape.vocab) for _ in range(length)] for length in lengths]
     else:
-        raise ValueError(f"{path}: tokens must be a file of JSON lines, or whole numbers under {', '.join(_RANDOM)}; got {given!r}")
+        raise ValueError(f"{path}: tokens must be a file of JSON lines, or whole numbers under {', '.join(_RANDOM)}; got {shown(given)}")
     for number, sequence in enumerate(tokens):
         if not 2 <= len(sequence) <= config.max_positions or not all(0 <= token < config.shape.vocab for token in sequence):
             raise ValueError(f"{path}: sequence {number} must have 2 to {config.max_positions} tokens below the vocabulary of {config.shape.vocab}")

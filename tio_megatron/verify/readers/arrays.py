@@ -7,6 +7,7 @@ token ids) [B, S] and ``logprobs`` [B, S] or [B, S - 1], with ``lengths`` [B] or
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.messages import cut
 from tio_megatron.verify.readers.safe_file import SafeFile
 from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
+
+DAMAGE = (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, SyntaxError, OverflowError, MemoryError, zlib.error, zipfile.BadZipFile)
+"""What zipfile and numpy raise of a damaged file (RuntimeError: it is encrypted, or of an unknown kind; MemoryError: numpy's parser of a header)."""
 
 
 class _Flat(Protocol):
@@ -35,13 +40,16 @@ class _Member:
 
     def __init__(self, archive: zipfile.ZipFile, name: str, where: str) -> None:
         self.where = f"{where}, array {name!r}"
-        self.file = archive.open(f"{name}.npy")
         try:
+            self.file = archive.open(f"{name}.npy")
             version = np.lib.format.read_magic(self.file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             self.shape, fortran, self.dtype = read(self.file)
-        except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-            raise ValueError(f"{self.where}: no numpy array ({error})") from None
+        except DAMAGE as error:
+            raise ValueError(f"{self.where}: no numpy array ({cut(str(error))})") from None
+        announced = archive.getinfo(f"{name}.npy").file_size
+        if math.prod(self.shape) * self.dtype.itemsize > announced:
+            raise ValueError(f"{self.where}: {list(self.shape)} of {self.dtype} in {announced} bytes: damaged")
         if self.dtype.hasobject:
             raise ValueError(f"{self.where}: holds Python objects, which are pickled and not read")
         if fortran and len(self.shape) > 1:
@@ -51,7 +59,7 @@ class _Member:
         need = count * self.dtype.itemsize
         try:
             raw = self.file.read(need)
-        except (EOFError, zlib.error, zipfile.BadZipFile) as error:
+        except DAMAGE as error:
             raise ValueError(f"{self.where}: damaged ({error})") from None
         if len(raw) != need:
             raise ValueError(f"{self.where}: ends early")
@@ -62,7 +70,7 @@ def read_npz(path: Path, field: str | None) -> Iterator[Scored]:
     """See :func:`tio_megatron.verify.readers.read_scored`."""
     try:
         archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
+    except DAMAGE as error:
         raise ValueError(f"{path}: a damaged or cut off npz file ({error})") from None
     with archive:
         names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.messages import named, shown
 from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
 
 _MASKS = ("response_mask", "mask")
@@ -32,7 +33,7 @@ def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
             where = f"{path}, line {number}"
             try:
                 entry = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
                 cut = "the file is cut off in the middle of it" if not line.endswith(b"\n") else "it is no JSON"
                 raise ValueError(f"{where}: {cut} ({error})") from None
             if not isinstance(entry, dict):
@@ -55,7 +56,7 @@ def read_tokens(path: Path) -> list[list[int]]:
         where = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: it is no JSON ({error})") from None
         prompt: list[int] = []
         if isinstance(entry, dict):
@@ -102,7 +103,7 @@ def _scored(entry: dict[str, Any], field: str | None, where: str) -> Scored:
 def _logprob_field(entry: dict[str, Any], field: str | None, where: str) -> str:
     if field is not None:
         if field not in entry:
-            raise ValueError(f"{where}: no field {field!r}; it has {', '.join(map(repr, entry))}")
+            raise ValueError(f"{where}: no field {field!r}; it has {named([*entry])}")
         return field
     found = [name for name in LOGPROB_FIELDS if name in entry]
     if len(found) == 1:
@@ -114,7 +115,7 @@ def _logprob_field(entry: dict[str, Any], field: str | None, where: str) -> str:
             f"{where}: a rollout dump of verl, which holds text and scores but no log-probabilities. Let the reward function return "
             "'responses' (token ids) and 'rollout_log_probs' or 'old_log_probs' (lists) in its extra information, and they stand in the dump"
         )
-    raise ValueError(f"{where}: no log-probabilities; one of {', '.join(LOGPROB_FIELDS)} is needed, there is {', '.join(map(repr, entry)) or 'nothing'}")
+    raise ValueError(f"{where}: no log-probabilities; one of {', '.join(LOGPROB_FIELDS)} is needed, there is {named([*entry]) or 'nothing'}")
 
 
 def _numbers(values: Any, name: str, where: str, nulls: bool) -> npt.NDArray[np.float32]:
@@ -125,8 +126,8 @@ def _numbers(values: Any, name: str, where: str, nulls: bool) -> npt.NDArray[np.
         leading = leading and value is None
         if value is None and nulls and leading:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{where}: {name!r}[{at}] is {value!r}, no number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 1 << 128):
+            raise ValueError(f"{where}: {name!r}[{at}] is {shown(value)}, no number")
     return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
 
 
@@ -135,5 +136,5 @@ def _integers(values: Any, name: str, where: str) -> npt.NDArray[np.int64]:
         raise ValueError(f"{where}: {name!r} must be a list of integers")
     for at, value in enumerate(values):
         if not isinstance(value, int) or abs(value) >= 1 << 62:
-            raise ValueError(f"{where}: {name!r}[{at}] is {value!r}, no token id")
+            raise ValueError(f"{where}: {name!r}[{at}] is {shown(value)}, no token id")
     return np.array(values, dtype=np.int64)

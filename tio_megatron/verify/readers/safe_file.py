@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.messages import cut, shown
+
 TYPES: dict[str, str] = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2",
     "I32": "<i4", "U32": "<u4", "F32": "<f4", "F64": "<f8", "I64": "<i8", "U64": "<u8",
@@ -53,8 +55,8 @@ class SafeFile:
                 header = json.loads(file.read(length))
                 self.metadata: dict[str, str] = header.pop("__metadata__", {})
                 self.entries = {name: _entry(found, 8 + length, size) for name, found in header.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}: a damaged safetensors header ({error})") from None
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+                raise ValueError(f"{path}: a damaged safetensors header ({cut(str(error))})") from None
         self._map: np.memmap[Any, np.dtype[np.uint8]] | None = np.memmap(path, dtype=np.uint8, mode="r")
 
     def raw(self, name: str) -> npt.NDArray[Any]:
@@ -107,10 +109,12 @@ def widened(raw: npt.NDArray[Any], kind: str) -> npt.NDArray[Any]:
 
 
 def _entry(found: dict[str, Any], base: int, size: int) -> Entry:
-    kind, shape = found["dtype"], tuple(int(n) for n in found["shape"])
-    start, stop = (int(n) for n in found["data_offsets"])
+    kind, shape = found["dtype"], tuple(found["shape"])
+    start, stop = found["data_offsets"]
     if kind not in TYPES:
-        raise ValueError(f"type {kind} is not known")
+        raise ValueError(f"type {shown(kind)} is not known")
+    if any(type(n) is not int or n >= 1 << 62 for n in (*shape, start, stop)):
+        raise ValueError(f"an array of the shape {shown(found['shape'])} at {shown(found['data_offsets'])}, which are no sizes")
     if min(shape, default=0) < 0 or start < 0 or stop - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:
         raise ValueError("an array's place does not fit its shape")
     if base + stop > size:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tio_megatron.checkpoint import require_no_code
 from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head
 from tio_megatron.verify.traces.tracer import Tracer
 from tio_megatron.verify.traces.writer import TraceWriter
@@ -43,8 +44,10 @@ _INPUTS = {"self_attn.o_proj": "attn", "post_attention_layernorm": "attn_residua
 def load_hf(folder: Path, dtype: str = "") -> Any:
     """A model of transformers from an HF folder, in evaluation mode and in ``dtype`` ("" for the checkpoint's own).
 
+    Only safetensors are read, and no code of the folder is run.
+
     Raises:
-        ValueError: another word for ``dtype``.
+        ValueError: another word for ``dtype``, or a folder that brings its own code.
         OSError: no checkpoint there.
     """
     from transformers import AutoModelForCausalLM
@@ -52,7 +55,8 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
     if dtype not in ("", "bfloat16", "float16", "float32"):
         raise ValueError(f"dtype {dtype!r}: bfloat16, float16 or float32 is needed")
     chosen = getattr(torch, dtype) if dtype else "auto"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen).eval()
+    require_no_code(Path(folder))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True).eval()
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tio_megatron.contract.messages import cut, shown
 from tio_megatron.verify.readers.safe_file import SafeFile
 from tio_megatron.verify.traces.points import SCALED, Point, points
 from tio_megatron.verify.traces.writer import FORMAT, NAME, VERSION
@@ -40,12 +41,12 @@ class Trace:
         path = folder / "trace.json"
         try:
             header = json.loads(path.read_text())
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise ValueError(f"{path}: no header of a trace ({error})") from None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise ValueError(f"{path}: some other JSON, not the header of a trace")
         if header.get("version") != VERSION:
-            raise ValueError(f"{path}: a trace of version {header.get('version')}; this package reads version {VERSION}")
+            raise ValueError(f"{path}: a trace of version {shown(header.get('version'))}; this package reads version {VERSION}")
         try:
             self.engine: str = header["engine"]
             self.lengths: list[int] = [int(n) for n in header["lengths"]]
@@ -57,14 +58,15 @@ class Trace:
             known = [point.name for point in points(int(self.shape["layers"]), self.shape["moe"], tied=bool(self.shape.get("tied")))]
             odd = [name for name in (*self.recorded, *self.weights, *self.kept) if not NAME.fullmatch(name)]
             if odd:
-                raise ValueError(f"{odd[0]!r} is no name of a point or a parameter")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path}: a damaged header of a trace ({type(error).__name__}: {error})") from None
+                raise ValueError(f"{shown(odd[0])} is no name of a point or a parameter")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(f"{path}: a damaged header of a trace ({type(error).__name__}: {cut(str(error))})") from None
         if not (folder / "rows.safetensors").is_file():
             raise ValueError(f"{folder}: rows.safetensors is missing")
         self._rows = SafeFile(folder / "rows.safetensors")
         total = sum(self.lengths)
-        missing = [name for name in ("tokens", "sequence", *PASSES, *self.recorded) if name not in self._rows.entries]
+        parts = [f"{name}{part}" for name in self.recorded for part in ("", "#squares", "#columns")]
+        missing = [name for name in ("tokens", "sequence", *PASSES, *parts) if name not in self._rows.entries]
         if missing or any(entry.shape[:1] != (total,) for entry in self._rows.entries.values()):
             raise ValueError(f"{folder}/rows.safetensors does not fit trace.json: {missing[:3] or f'rows of another number than {total}'}")
         self.names = [name for name in known if name in self.recorded] + sorted(set(self.recorded) - set(known))
@@ -162,8 +164,8 @@ def open_trace(folder: Path | str) -> Trace | Unfinished:
         try:
             entry = json.loads(path.read_text())
             found.append({"rank": int(entry["rank"]), "point": str(entry["point"]), "rows": int(entry["rows"]), "most_rows": int(entry["most_rows"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: damaged ({error})") from None
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
+            raise ValueError(f"{path}: damaged ({cut(str(error))})") from None
     if not found:
         raise ValueError(f"{folder}: no trace (neither trace.json nor progress.json)")
     return Unfinished(folder, tuple(sorted(found, key=lambda entry: int(entry["rank"]))))
