@@ -40,7 +40,11 @@ def start_torchrun(argv: list[str]) -> int:
     import signal
     import tempfile
 
-    from examples.qwen3_moe import ending, hosts
+    from examples.qwen3_moe import ending
+
+    ending.listen(True)  # until torchrun does: imports take seconds
+
+    from examples.qwen3_moe import hosts
     from tio_megatron.kernels.build import LibraryError
 
     if argv[:1] == ["rl"]:
@@ -76,6 +80,7 @@ def start_torchrun(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    ending.leave_if_asked()
     logging.disable(logging.ERROR)
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:

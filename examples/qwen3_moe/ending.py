@@ -105,6 +105,21 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+_asked: list[int] = []
+"""A signal that :func:`_leave` has turned into an exception."""
+
+
+def leave_if_asked() -> None:
+    """Leave if a signal came and its exception went by: some packages' ``except:`` around an import of theirs takes Ctrl-C for a missing module.
+    To be called after imports of engines, which take seconds.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: as the signal did.
+    """
+    if _asked:
+        _leave(_asked[0], None)
+
+
 def listen(first: bool) -> None:
     """Signals end this rank: the first in order, with its children; the others, which own nothing, at once, even inside a collective."""
     for number in SIGNALS:
@@ -113,6 +128,7 @@ def listen(first: bool) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     ignore_signals()
+    _asked.append(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

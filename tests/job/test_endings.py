@@ -194,6 +194,25 @@ def test_ctrl_c_before_the_ranks_are_up(place):
     assert not place.processes() and not (place.folder / "out").exists()
 
 
+def test_an_interrupt_that_an_import_swallows_still_ends_the_job(place):
+    """A package's ``except:`` around an import takes Ctrl-C for a missing module; without the second look the job would go on, deaf."""
+    program = """
+import os, signal, sys
+from examples.qwen3_moe import ending
+ending.listen(True)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except:
+    pass
+if "look" in sys.argv:
+    ending.leave_if_asked()
+print("went on")
+"""
+    look = place.run(sys.executable, "-c", program, "look")
+    assert look.returncode != 0 and "KeyboardInterrupt" in look.stderr and "went on" not in look.stdout
+    assert place.run(sys.executable, "-c", program).stdout == "went on\n", "the control: nobody looks"
+
+
 @pytest.mark.full
 def test_ranks_end_with_a_starter_that_was_killed(place):
     process = place.start("bash", JOB, *TWO_RANKS)
