@@ -8,7 +8,7 @@ import torch
 from tio_megatron.kernels.adam import Scalars
 from tio_megatron.kernels.adam import reference as adam_reference
 from tio_megatron.kernels.adam import triton as adam
-from tio_megatron.kernels.integer_sum import IntegerSum
+from tio_megatron.kernels.integer_sum import IntegerSum, add_rows
 from tio_megatron.kernels.integer_sum import reference as sum_reference
 from tio_megatron.kernels.integer_sum import triton as integer_sum
 from tio_megatron.kernels.linear import triton as linear
@@ -76,7 +76,55 @@ def test_rows_and_norm_terms():
     assert ours.peak.item() == math.inf
 
 
-@pytest.mark.parametrize("unit", [-160, -40, 100])
+def hard(unit, split):
+    """Numbers around every edge of a sum: what is counted, half of it and its neighbours, where ``high`` begins and ends, subnormals, zeros, the largest."""
+    edges = (unit - 2, unit - 1, unit, unit + 1, unit + 23, unit + 24, unit + split - 1, unit + split, unit + 2 * split - 25, unit + 2 * split - 24)
+    found = [0.0, 2.0**-149, 3 * 2.0**-149, 2.0**-126, (1 - 2.0**-23) * 2.0**-126, (2 - 2.0**-23) * 2.0**127]
+    for edge in edges:
+        found += [m * 2.0**edge for m in (1 - 2.0**-24, 1.0, 1 + 2.0**-23, 1.5, 1.5 + 2.0**-23, 2.5, 3.5) if m * 2.0**edge < 2.0**128]
+    spread = (torch.randn(200, generator=torch.Generator().manual_seed(1)).double() * torch.logspace(-46, 38, 200, dtype=torch.float64)).float().tolist()
+    return torch.tensor([*found, *(-x for x in found), *spread], dtype=torch.float32)
+
+
+EDGES = [(-256, 50), (-256, 24), (-200, 30), (-160, 24), (-149, 24), (-126, 40), (-50, 50), (-40, 40), (-40, 48), (-34, 34), (0, 24), (60, 40), (256, 50)]
+
+
+@pytest.mark.parametrize(("unit", "split"), EDGES)
+def test_partials_at_every_edge(unit, split):
+    """The bytes of the definition, which takes float64, by kernels that have none; and of the CPU's kernel."""
+    rows = hard(unit, split)
+    ids = torch.zeros(1, dtype=torch.int64)
+    for n, one in enumerate(rows.split(40)):
+        ours, theirs, cpu = (empty(1, len(one), unit=unit, split=split) for _ in range(3))
+        integer_sum.add_rows(*parts(ours), unit, split, one[None], ids)
+        sum_reference.add_rows(theirs, one[None], ids)
+        same(ours, theirs, f"unit {unit}, split {split}, part {n}")
+        if not torch.get_default_device().type.startswith("cuda"):
+            add_rows(cpu, one[None], ids)
+            same(ours, cpu, f"the CPU's kernel, part {n}")
+
+
+def test_another_unit_is_seen():
+    """Negative control."""
+    rows, ids, found = hard(-40, 40)[None], torch.zeros(1, dtype=torch.int64), []
+    for unit in (-40, -39):
+        found.append(empty(1, rows.shape[1]))
+        integer_sum.add_rows(*parts(found[-1]), unit, 40, rows, ids)
+    with pytest.raises(AssertionError):
+        same(*found, "counts twice as large")
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_seen_and_not_counted(bad):
+    rows, ids = torch.tensor([[1.0, bad, -0.0, 0.0]]), torch.zeros(1, dtype=torch.int64)
+    ours, theirs = empty(1, 4), empty(1, 4)
+    integer_sum.add_rows(*parts(ours), -40, 40, rows, ids)
+    sum_reference.add_rows(theirs, rows, ids)
+    same(ours, theirs, str(bad))
+    assert ours.peak.item() == math.inf and ours.low.tolist() == [[0] * 4] and ours.high.tolist() == [[2**24, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("unit", [-256, -200, -160, -149, -126, -40, 40, 100, 256])
 def test_the_value_is_rounded_once(unit):
     """Ties, neighbours of ties, results that are subnormal or infinite, negative numbers that vanish."""
     low = torch.randint(-(2**62), 2**62, (60,))

@@ -67,9 +67,10 @@ class BufferSums:
     def __init__(self, buffer: Any, names: dict[Any, str]) -> None:
         """Moves ``buffer``'s fp32 gradients to the front half of new integers; parameters and buckets follow."""
         self.buffer = buffer
-        self.low = torch.zeros(buffer.numel, dtype=torch.int64)
-        self.high = untouched_zeros((buffer.numel,))
-        self.peaks = torch.zeros(len(buffer.params))
+        device = buffer.grad_data.device
+        self.low = torch.zeros(buffer.numel, dtype=torch.int64, device=device)
+        self.high = untouched_zeros((buffer.numel,), device=device)
+        self.peaks = torch.zeros(len(buffer.params), device=device)
         self.adding = True
         self.seen = Seen()
         buffer.grad_data = self.low.view(torch.float32)[: buffer.numel]
@@ -94,7 +95,7 @@ class BufferSums:
         self.low.zero_()
         if any(p.uses_second for p in self.parameters):
             # New memory in place of zeros, so that what a rare large partial touched is given back.
-            self.high = untouched_zeros((self.buffer.numel,))
+            self.high = untouched_zeros((self.buffer.numel,), device=self.low.device)
             for p in self.parameters:
                 p.sums.high = self.high[p.start : p.end].view(p.parameter.shape)
         for p in self.parameters:

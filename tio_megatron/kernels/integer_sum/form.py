@@ -16,13 +16,13 @@ UNITS = range(-256, 257)
 """Exponents of units that are served: more than fp32 partials can ask for."""
 
 
-def untouched_zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.int64) -> Tensor:
+def untouched_zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu") -> Tensor:
     """Zeros in memory of their own that the system hands out page by page, when a page is first written.
 
-    Until then they cost address space only, which is why a sum may always have its ``high`` part.
+    Until then they cost address space only, which is why a sum may always have its ``high`` part. An accelerator has no such memory: plain zeros there.
     """
-    if not math.prod(shape):
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+    if torch.device(device).type != "cpu" or not math.prod(shape):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -78,9 +78,10 @@ class IntegerSum:
             )
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...] | torch.Size, unit: int = FIRST_UNIT, split: int = MOST_SPLIT) -> IntegerSum:
-        """No partial yet. ``high`` costs no memory until a large partial comes."""
-        return cls(untouched_zeros(shape), untouched_zeros(shape), torch.zeros(1, dtype=torch.float32, device="cpu"), unit, split)
+    def empty(cls, shape: tuple[int, ...] | torch.Size, unit: int = FIRST_UNIT, split: int = MOST_SPLIT, device: torch.device | str = "cpu") -> IntegerSum:
+        """No partial yet. On the CPU ``high`` costs no memory until a large partial comes."""
+        low, high = untouched_zeros(shape, device=device), untouched_zeros(shape, device=device)
+        return cls(low, high, torch.zeros(1, dtype=torch.float32, device=device), unit, split)
 
     @property
     def large(self) -> float:

@@ -1,7 +1,8 @@
 """Exact sums over tokens in Triton. A grain's partial is the product's, block for block; counts are added as integers, so in any order.
 
 A program owns a tile of a sum and walks the grains, so a product's targets are read and written once. The rows of an embedding meet in integer
-atomics, the only ones in this family: integers have no order.
+atomics, the only ones in this family: integers have no order. Nothing here is float64, which an NPU has not: an fp32 number is a whole number and
+a power of two, and every rounding is a shift.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels.linear.triton import COLUMNS, OPTIONS, ROWS, TERMS
 from tio_megatron.kernels.norm.triton import inverse_rms
 from tio_megatron.kernels.operands import dense_last, require
@@ -18,31 +20,54 @@ from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
 
 BLOCK = 256
 NORM_ROWS = 64
-_HALF_EVEN = tl.constexpr(1.5 * 2.0**52)
-"""Added to a float64 below 2^51 it rounds it to a whole number, half to even."""
+SMALL_ROWS = 16
+"""Of a product's tile where tiles must be small: an NPU's vector buffer holds that many rows of integers beside their parts."""
+_FRACTION = tl.constexpr(0x7FFFFF)
+_ONE = tl.constexpr(1 << 23)
+_INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _power(n):
-    """``2 ** n`` as float64."""
-    return ((tl.cast(n, tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+def _apart(value):
+    """fp32 as whole numbers: ``mantissa * 2 ** (exponent - 150)`` without its sign, and the bits. An infinity or NaN has exponent 255."""
+    bits = value.to(tl.int32, bitcast=True)
+    field = (bits >> 23) & 255
+    mantissa = tl.where(field > 0, (bits & _FRACTION) | _ONE, bits & _FRACTION)
+    return mantissa, tl.maximum(field, 1), bits
+
+
+@triton.jit
+def _below(mantissa, exponent, power):
+    """Whether the number is below ``2 ** power``; no infinity or NaN is."""
+    up = tl.minimum(tl.maximum(power + 150 - exponent, 0), 24)
+    return (exponent < 255) & (mantissa < (tl.full(mantissa.shape, 1, tl.int32) << up))
 
 
 @triton.jit
 def _low(value, unit, split):
-    """What fp32 partials add to ``low``."""
-    wide = value.to(tl.float64)
-    small = tl.abs(wide) < _power(unit + split)
-    return ((tl.where(small, wide, 0.0) * _power(-unit) + _HALF_EVEN) - _HALF_EVEN).to(tl.int64)
+    """What fp32 partials add to ``low``: whole counts of ``2 ** unit``, half to even. Integers alone, so it needs no float64."""
+    unit, split = tl.cast(unit, tl.int32), tl.cast(split, tl.int32)
+    mantissa, exponent, bits = _apart(value)
+    mantissa = tl.where(_below(mantissa, exponent, unit + split), mantissa, 0)
+    up = exponent - 150 - unit
+    # 25 places down nothing is left: a mantissa is below half of 2 ** 25.
+    down = tl.minimum(tl.maximum(-up, 1), 25)
+    kept = mantissa >> down
+    one = tl.full(mantissa.shape, 1, tl.int32)
+    kept = (mantissa + (one << (down - 1)) - 1 + (kept & 1)) >> down
+    count = tl.where(up < 0, kept, mantissa).to(tl.int64) << tl.minimum(tl.maximum(up, 0), 50).to(tl.int64)
+    return tl.where(bits < 0, -count, count)
 
 
 @triton.jit
 def _high(value, unit, split):
-    """What they add to ``high``."""
-    wide = value.to(tl.float64)
-    size = tl.abs(wide)
-    large = (size >= _power(unit + split)) & (size < _power(unit + 2 * split - 24))
-    return (tl.where(large, wide, 0.0) * _power(24 - unit - split)).to(tl.int64)
+    """What they add to ``high``: nothing is lost, since an fp32 number that large is a whole multiple of its count."""
+    unit, split = tl.cast(unit, tl.int32), tl.cast(split, tl.int32)
+    mantissa, exponent, bits = _apart(value)
+    large = _below(mantissa, exponent, unit + 2 * split - 24) & (_below(mantissa, exponent, unit + split) == 0)
+    up = tl.minimum(tl.maximum(exponent - 126 - unit - split, 0), 50)
+    count = tl.where(large, mantissa, 0).to(tl.int64) << up.to(tl.int64)
+    return tl.where(bits < 0, -count, count)
 
 
 @triton.jit
@@ -149,23 +174,51 @@ def _terms(dy, x, inverses, low, high, peaks, count, h, unit, split, ROWS: tl.co
 
 
 @triton.jit
+def _bits_of(size, unit):
+    """fp32 bits of ``size * 2 ** unit``, rounded once, half to even; ``size`` int64, not negative. Subnormals and infinity included."""
+    length, rest = tl.zeros(size.shape, tl.int32), size
+    for step in tl.static_range(6):
+        longer = (rest >> (32 >> step)) != 0
+        length += tl.where(longer, 32 >> step, 0)
+        rest = tl.where(longer, rest >> (32 >> step), rest)
+    length += (rest != 0).to(tl.int32)
+    last = tl.maximum(length + unit - 24, -149)  # the exponent of the last place that fp32 has here
+    drop = last - unit
+    down = tl.minimum(tl.maximum(drop, 1), 63).to(tl.int64)
+    kept = size >> down
+    lost, half = size - (kept << down), tl.full(size.shape, 1, tl.int64) << (down - 1)
+    kept += ((lost > half) | ((lost == half) & ((kept & 1) == 1))).to(tl.int64)
+    kept = tl.where(drop > 63, 0, kept)
+    exact = size << tl.minimum(tl.maximum(-drop, 0), 24).to(tl.int64)
+    digits = tl.where(drop > 0, kept, exact).to(tl.int32)
+    # The hidden bit is counted into the exponent, and so is a carry out of the last rounding.
+    found = (tl.minimum(last + 149, 253) << 23) + digits
+    found = tl.where(last > 104, _INFINITE, found)
+    return tl.where(size == 0, 0, found)
+
+
+@triton.jit
 def _value(low, high, out, n, unit, split, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """``(high * 2 ** (split - 24) + low) * 2 ** unit``, rounded once: to odd on the way, which the last rounding undoes."""
+    """``(high * 2 ** (split - 24) + low) * 2 ** unit``, rounded once, in integers: 90 bits as two numbers, of which the lower one is a last bit at most."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     less = tl.load(low + at, mask=here, other=0)
-    shift = tl.cast(split - 24, tl.int64)
+    unit, places = tl.cast(unit, tl.int32), tl.cast(split - 24, tl.int32)
+    shift = tl.cast(places, tl.int64)
     more = less >> shift
     rest = less - (more << shift)
     if HIGH:
         more += tl.load(high + at, mask=here, other=0)
-    few, some = tl.abs(more) < (1 << 26), tl.abs(more) < (1 << 52)
-    exact = ((tl.where(few, more, 0) << shift) + rest).to(tl.float64) * _power(unit)
-    odd = more | (rest != 0).to(tl.int64)
-    more_odd = (odd >> 11) | ((odd & 2047) != 0).to(tl.int64)
-    wide = tl.where(some, odd, 0).to(tl.float64) * _power(unit + split - 24)
-    widest = more_odd.to(tl.float64) * _power(unit + split - 24 + 11)
-    tl.store(out + at, tl.where(few, exact, tl.where(some, wide, widest)).to(tl.float32), mask=here)
+    negative = more < 0
+    borrow = negative & (rest != 0)
+    more = tl.where(negative, -more, more) - borrow.to(tl.int64)
+    rest = tl.where(borrow, (tl.full(rest.shape, 1, tl.int64) << shift) - rest, rest)
+    # With 26 bits of its own and more, all that the rest can do is to say that something is there.
+    few = more < (1 << 26)
+    size = tl.where(few, (tl.where(few, more, 0) << shift) + rest, more | (rest != 0).to(tl.int64))
+    bits = _bits_of(size, tl.where(few, unit, unit + places))
+    bits = tl.where(negative, bits | -2147483648, bits)
+    tl.store(out + at, bits.to(tl.int32).to(tl.float32, bitcast=True), mask=here)
 
 
 def add_products(
@@ -192,13 +245,14 @@ def add_products(
         for a, b, u, s in zip(low, high, unit, split, strict=True)
     ]
     table = torch.tensor(entries, dtype=torch.int64, device=dy.device)
-    tiles = (triton.cdiv(n, ROWS), triton.cdiv(k, COLUMNS))
+    height = SMALL_ROWS if triton_family.small(dy.device.type) else ROWS
+    tiles = (triton.cdiv(n, height), triton.cdiv(k, COLUMNS))
     peaks = dy.new_zeros(count, tiles[0] * tiles[1], dtype=torch.float32)
     _grains[(*tiles, count)](
         *(dy, x, starts.contiguous(), of.contiguous(), rows, low[0], high[0], table, peaks, n, k, *dy.stride(), *x.stride()),
         ORDERED=order is not None,
         THREE=dy.dtype == torch.float32,
-        ROWS=ROWS,
+        ROWS=height,
         COLUMNS=COLUMNS,
         TERMS=TERMS,
         **OPTIONS,

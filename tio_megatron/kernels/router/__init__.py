@@ -97,26 +97,28 @@ def balance_sums(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Te
 def balance_weights(sums: Tensor, coefficient: float) -> Tensor:
     """``coefficient E n / (k T)`` for each sample and expert, ``[S, E]`` fp32: the gradient of the probability of each of its tokens.
 
-    ``n`` tokens of the sample chose the expert, and it has ``T`` in all. In float64 from left to right, then one rounding to fp32.
+    ``n`` tokens of the sample chose the expert, and it has ``T`` in all. In float64 from left to right, then one rounding to fp32; by way of the host,
+    since an NPU has no float64.
 
     Args:
         sums: of :func:`balance_sums`, of the whole sample.
     """
-    chosen = sums[:, : sums.shape[1] // 2]
-    return (coefficient * chosen.shape[1] * chosen.double() / chosen.sum(1, keepdim=True).clamp(min=1).double()).float()
+    chosen = sums[:, : sums.shape[1] // 2].cpu()
+    return (coefficient * chosen.shape[1] * chosen.double() / chosen.sum(1, keepdim=True).clamp(min=1).double()).float().to(sums.device)
 
 
 def balance_value(sums: Tensor, top_k: int) -> Tensor:
     """The loss of each sample for a coefficient of 1, ``[S]`` fp32: ``E / (k T^2)`` times the sum over experts of ``n P``.
 
     ``P`` is the sum of the expert's probabilities. ``n`` and ``P`` are rounded to fp32, so is their product; products are added by
-    ``ReductionTree(E)``; the rest is float64 with one rounding. A sample without tokens has 0, one with NaN has NaN.
+    ``ReductionTree(E)``; the rest is float64 with one rounding. A sample without tokens has 0, one with NaN has NaN. By way of the host, as the weights.
     """
+    device, sums = sums.device, sums.cpu()
     experts = sums.shape[1] // 2
     chosen, total = sums[:, :experts], sums[:, experts:-1].double() * 2.0**-40
     tokens = (chosen.sum(1) // top_k).clamp(min=1).double()
     value = tree_add((chosen.float() * total.float()).t().contiguous()).double() * experts / (top_k * tokens * tokens)
-    return torch.where(sums[:, -1] > 0, float("nan"), value).float()
+    return torch.where(sums[:, -1] > 0, float("nan"), value).float().to(device)
 
 
 def balance_backward(logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:

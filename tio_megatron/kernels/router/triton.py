@@ -220,8 +220,8 @@ def balance_sums(logits: Tensor, ids: Tensor, samples: Tensor, count: int) -> Te
     chosen = torch.zeros(len(logits), experts, dtype=torch.int64, device=logits.device)
     counted = samples >= 0
     chosen.scatter_add_(1, torch.where(counted[:, None], ids, 0), counted[:, None].long().expand_as(ids))
-    # float64 holds a probability times a power of two, and torch rounds half to even.
-    units = torch.where(undefined[:, None], 0.0, p.double() * 2.0**40).round().long()
+    # Exact in fp32, since a power of two moves the exponent alone and p is at most 1; torch rounds half to even.
+    units = torch.where(undefined[:, None], 0.0, p * 2.0**40).round().long()
     rows = torch.cat([chosen, units, undefined[:, None].long()], 1) * counted[:, None]
     return ids.new_zeros(count, 2 * experts + 1).index_add_(0, samples.clamp(min=0), rows) if count else ids.new_zeros(count, 2 * experts + 1)
 
