@@ -86,11 +86,22 @@ class Installed:
 
     def problems(self) -> list[str]:
         """One line for each patch that is not in force in this process; empty when all are."""
-        return [
-            f"{entry.patch.target}: replaced by somebody else after tio_megatron"
-            for entry in self._replaced
-            if vars(entry.owner).get(entry.name, _ABSENT) is not entry.replacement
-        ]
+        found = []
+        for entry in self._replaced:
+            now = vars(entry.owner).get(entry.name, _ABSENT)
+            if now is not entry.replacement:
+                author = author_of(now)
+                found.append(f"{entry.patch.target}: replaced by somebody else after tio_megatron" + (f" (its code is {author}'s)" if author else ""))
+        return found
+
+    def foreign(self) -> dict[str, str]:
+        """Symbols that held somebody else's code before ours, and whose: two plug-ins patch one symbol. What torch put there counts as the owner's."""
+        found = {}
+        for entry in self._replaced:
+            author = "" if entry.original is _ABSENT else author_of(entry.original)
+            if author not in ("", "torch", "tio_megatron", "functools", entry.patch.target.partition(":")[0].partition(".")[0]):
+                found[entry.patch.target] = author
+        return found
 
     def undo(self) -> None:
         """Restore every symbol, last replaced first. Harmless when called again.
@@ -107,6 +118,19 @@ class Installed:
                 delattr(entry.owner, entry.name)
             else:
                 setattr(entry.owner, entry.name, entry.original)
+
+
+def author_of(value: Any) -> str:
+    """The top-level package whose code ``value`` is; of a wrapper, the outermost. Empty when it cannot be told.
+
+    >>> author_of(author_of)
+    'tio_megatron'
+    """
+    code = getattr(value, "__func__", value)
+    # functools.wraps copies the module's name of what is wrapped; the code's own globals do not lie.
+    names = getattr(code, "__globals__", None)
+    module = names.get("__name__") if isinstance(names, dict) else getattr(code, "__module__", None)
+    return str(module or "").partition(".")[0]
 
 
 def install(patches: Iterable[Patch]) -> Installed:

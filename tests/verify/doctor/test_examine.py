@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tio_megatron.integrations.patching import author_of
 from tio_megatron.verify.doctor import examine, options, running, switches, worst
 from tio_megatron.verify.doctor.findings import LEVELS
-from tio_megatron.verify.doctor.symbols import author_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,17 +39,49 @@ def said(answer, topic):
 )
 def test_a_variable_that_moves_an_order_is_named(device, name, value, level):
     environ = {"OMP_NUM_THREADS": "1", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "ATB_LLM_LCOC_ENABLE": "0"}
-    clean = [finding.level for finding in switches.check(device, plugged=True, environ=environ)]
-    assert clean == ["ok"]
+    clean = {finding.level for finding in switches.check(device, plugged=True, environ=environ)}
+    assert clean == {"ok"}
     broken = {key: one for key, one in {**environ, name: value}.items() if one is not None}
-    found = [(finding.level, finding.what.split()[0]) for finding in switches.check(device, plugged=True, environ=broken)]
-    assert found == [(level, name)]
+    found = [finding for finding in switches.check(device, plugged=True, environ=broken) if finding.level != "ok"]
+    assert [(one.level, one.what.split()[0]) for one in found] == [(level, name)] and ": breaks: " in found[0].what and found[0].works
 
 
 def test_stock_runs_hear_more_than_plugged_ones():
     stock = [finding.what for finding in switches.check("cuda", plugged=False, environ={})]
     assert any("NCCL chooses ring or tree by message size" in what for what in stock)
-    assert [finding.level for finding in switches.check("cuda", plugged=True, environ={})] == ["ok"]
+    assert [finding.level for finding in switches.check("cuda", plugged=True, environ={"OMP_NUM_THREADS": "1"})] == ["ok", "ok"]
+
+
+def test_every_variable_that_is_set_is_said_to_help_break_or_neither():
+    environ = {"NCCL_ALGO": "Ring", "NCCL_MAX_NCHANNELS": "4", "NCCL_NVLS_ENABLE": "1", "NCCL_FANCY": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    said = {finding.what.split()[0]: finding for finding in switches.check("cuda", plugged=False, environ=environ)}
+    assert ": helps: " in said["NCCL_ALGO"].what and ": neutral: " in said["NCCL_MAX_NCHANNELS"].what and ": breaks: " in said["NCCL_NVLS_ENABLE"].what
+    assert "not known here" in said["NCCL_FANCY"].what and "NCCL_DEBUG" not in said
+
+
+def test_npu_switches_are_one_table_with_two_readers():
+    from tio_megatron.integrations.ascend import switches as ascend
+    from tio_megatron.verify.doctor.switch_table import SWITCHES
+
+    ours = {switch.name: switch for switch in SWITCHES if switch.device == "npu"}
+    assert set(ours) == {switch.name for switch in ascend.SWITCHES}
+    environ: dict = {}
+    ascend.prepare(environ)
+    assert all(switches.effect(ours[name], value) == "helps" for name, value in environ.items()) and len(environ) == len(ours)
+    assert all(switches.effect(switch, None) == "breaks" for switch in ours.values())
+    refused = {name: next(value for value in switch.breaks if value != "unset") for name, switch in ours.items()}
+    for name, value in refused.items():
+        with pytest.raises(ascend.SwitchError, match=name):
+            ascend.prepare({name: value})
+
+
+def test_variables_of_vllm_in_the_table_are_vllms():
+    import vllm.envs
+
+    from tio_megatron.verify.doctor.switch_table import SWITCHES
+
+    names = {switch.name for switch in SWITCHES if switch.name.startswith("VLLM_")}
+    assert not names - set(vllm.envs.environment_variables)
 
 
 SOUND = {

@@ -12,33 +12,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tio_megatron.integrations.npu_switches import SWITCHES
+
 LEVEL = 1
 """Deterministic level that is asked for: 1, the same bytes from run to run (the gradient of attention adds with atomics below it). 2 and 3 promise more
 about products (the same bytes in every place of a batch) and cost time; ``ascend_selfcheck`` tells whether a device needs them."""
-
-
-@dataclass(frozen=True)
-class Switch:
-    """One variable: the value that is set, others that do no harm, and what it is about."""
-
-    name: str
-    value: str
-    also: tuple[str, ...]
-    about: str
-
-
-SWITCHES = (
-    Switch("HCCL_DETERMINISTIC", "strict", ("true",), "HCCL's own sums: the order of ranks"),
-    Switch("LCCL_DETERMINISTIC", "1", (), "LCCL's own sums: the order of ranks"),
-    Switch("CLOSE_MATMUL_K_SHIFT", "1", (), "products start at the same place of the K axis on every core"),
-    Switch("ATB_MATMUL_SHUFFLE_K_ENABLE", "0", (), "ATB's products walk K in order"),
-    Switch("ATB_LLM_LCOC_ENABLE", "0", (), "ATB does not fuse products with sums between ranks"),
-)
 
 
 class SwitchError(ValueError):

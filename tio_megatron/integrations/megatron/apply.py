@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,8 @@ from tio_megatron.integrations.mindspeed.install import ThroughMindSpeed
 from tio_megatron.integrations.mindspeed.install import install as install_through_mindspeed
 from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
 from tio_megatron.layers import grads
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_TORCH = "2.13.0"
 
@@ -83,6 +86,8 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     late.watch(before=_remove, after=_install)
     grads.use(IntegerSums())
     state.enter(session)
+    if not mindspeed.present():  # its manager lets both have the symbol
+        _tell_of_others()
     return Applied(session, owner=True)
 
 
@@ -118,7 +123,19 @@ def patched() -> dict[str, Any]:
     symbols = sorted([*_installed.targets, *(_training.targets if _training is not None else ())])
     if isinstance(_installed, ThroughMindSpeed):
         return {"through": "MindSpeed's patch manager", "symbols": symbols, "shared": _installed.shared()}
-    return {"through": "tio_megatron", "symbols": symbols, "shared": {}}
+    return {"through": "tio_megatron", "symbols": symbols, "shared": _installed.foreign()}
+
+
+def _tell_of_others() -> None:
+    """A warning for each symbol that two plug-ins patch: ours lies on top, and what the other does there may be gone."""
+    for symbol, other in patched()["shared"].items():
+        logger.warning(
+            "%s is %s's, and tio_megatron patches it too: ours is in force, and what %s does there may not happen. Take that patch out, or import "
+            "tio_megatron.auto before it to have it refused",
+            symbol,
+            other,
+            other,
+        )
 
 
 def _install() -> None:

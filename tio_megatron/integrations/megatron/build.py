@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.utils import get_pg_rank
 
-from tio_megatron.integrations.megatron import modules, refusals, specs, state
+from tio_megatron.integrations.megatron import modules, refusals, specs, state, workers
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,9 @@ def prepare(arguments: dict[str, Any]) -> None:
         arguments: of ``GPTModel.__init__``, changed in place.
 
     Raises:
-        ValueError: an unsupported option, part or layout, by name.
+        ValueError: an unsupported option, part or layout, by name; or a rank in which the contract is not in force.
     """
+    workers.meet(arguments["pg_collection"])
     config = arguments["config"]
     vocab = true_vocab(arguments["vocab_size"])
     refusals.check(config, arguments, state.active(), vocab)

@@ -20,7 +20,7 @@ class VllmPatch(Patch):
 
 def all_patches() -> tuple[Patch, ...]:
     """In the order of installation."""
-    from tio_megatron.integrations.vllm import platforms, refusing, sampler
+    from tio_megatron.integrations.vllm import platforms, refusing, sampler, workers
 
     table: list[tuple[str, Callable[[Any], Any], str]] = [
         (
@@ -39,10 +39,14 @@ def all_patches() -> tuple[Patch, ...]:
         ("vllm.v1.engine.core:EngineCore.collective_rpc", refusing.watch_weights, "the prefix cache and the requests are the core's, where no worker reaches"),
         ("vllm.v1.engine.core:EngineCore.step", refusing.refuse_requests, "requests while weights are half loaded; in the model they would end the engine"),
     ]
+    table.append(
+        ("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model", workers.load_together, "every worker passes here once, its groups made")
+    )
     if platforms.is_ascend():
         # Its model runner has a method of its own there, and generators that can be rewound.
         table = [row for row in table if row[1] is not sampler.rewind_generators]
-    return tuple(VllmPatch(target, build, why) for target, build, why in table)
+    asked = VllmPatch(workers.TARGET, lambda stock: workers.tio_process, "collective_rpc calls methods of the worker, whatever its class", may_be_absent=True)
+    return (*(VllmPatch(target, build, why) for target, build, why in table), asked)
 
 
 def front_patches() -> tuple[Patch, ...]:

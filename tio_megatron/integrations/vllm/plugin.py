@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
+
+if TYPE_CHECKING:
+    from tio_megatron.integrations.patching import Installed
 
 MODELS = {
     "Qwen3MoeForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3MoeForCausalLM",
@@ -23,6 +26,7 @@ TRANSFER_BACKEND = "tio"
 """Name of our weight transfer engine, for ``weight_transfer_config={"backend": "tio"}``."""
 
 _contract: Contract | None = None
+_installed: Installed | None = None
 _undo: list[Callable[[], None]] = []
 
 
@@ -83,11 +87,34 @@ def activate(contract: Contract) -> None:
     front.install()
     _undo.append(front.uninstall)
     installed = install(all_patches())
-    _undo.append(installed.undo)
+    _undo.append(_forget(installed))
     _undo.append(_register_models())
     _undo.append(_register_transfer())
     _undo.append(_prefer_first_model_runner())
     _contract = contract
+
+
+def _forget(installed: Installed) -> Callable[[], None]:
+    global _installed
+    _installed = installed
+
+    def undo() -> None:
+        global _installed
+        installed.undo()
+        _installed = None
+
+    return undo
+
+
+def installed() -> Installed:
+    """The patches in force in this process.
+
+    Raises:
+        RuntimeError: the plug-in is off.
+    """
+    active()
+    assert _installed is not None
+    return _installed
 
 
 def deactivate() -> None:

@@ -15,9 +15,6 @@ BLOCK = 64
 
 OFF = (None, False, 0, 0.0, "", "none", "None", "null")
 
-REPLACED = ("apply_rope_fusion",)
-"""Defaults of Megatron-LM that a rule refuses and that ``tio_megatron.auto`` changes in its scripts; what is written is refused."""
-
 FLAGS = {
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
@@ -48,13 +45,16 @@ def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         yield Finding("unknown", TOPIC, "megatron-core is not installed here: the trainer's options were not looked at", "run it where the trainer runs")
         return
+    from tio_megatron.integrations.megatron_lm.defaults import IMPLIED, SCRIPT_RULES
+
+    implied = {one.option for one in IMPLIED}
     seen: set[str] = set()
-    for rule in _rules(training):
+    for rule in (*_rules(training), *(SCRIPT_RULES if run.kind == "megatron-lm" else ())):
         if rule.option in seen or rule.option not in run or rule.option in ("params_dtype", "activation_func", "fp8_recipe") or rule.option.endswith("_dtype"):
             continue
         value = run[rule.option]
-        if rule.option in REPLACED and rule.option not in run.written:
-            continue
+        if rule.option in implied and rule.option not in run.written:
+            continue  # Megatron-LM's default, which the plug-in changes in its scripts; what is written is refused
         seen.add(rule.option)
         works = [work for work in rule.works if not callable(work)]
         if not any(value == work or (work in OFF and value in OFF) for work in works):

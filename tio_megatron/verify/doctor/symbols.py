@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from tio_megatron.integrations.patching import MovedSymbolError, Patch
+from tio_megatron.integrations.patching import MovedSymbolError, author_of
 from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "patches"
@@ -44,13 +43,7 @@ def _applied(fingerprint: str) -> Iterator[Finding]:
 
     how, lost = patched(), problems()
     for line in lost:
-        author = next((_holder(symbol) for symbol in how["symbols"] if line.startswith(symbol)), "")
-        yield Finding(
-            "bad",
-            TOPIC,
-            line + (f" (its code is {author}'s)" if author else ""),
-            "apply tio_megatron last, or through the other's patch manager where it has one",
-        )
+        yield Finding("bad", TOPIC, line, "apply tio_megatron last, or through the other's patch manager where it has one")
     for symbol, others in how["shared"].items():
         yield Finding("note", TOPIC, f"{symbol} is shared with {others}", "")
     if not lost:
@@ -82,24 +75,6 @@ def _unapplied() -> Iterator[Finding]:
             )
     works = "tio doctor --import tio_megatron.auto with TIO_CONTRACT set looks at a process that applies one"
     yield Finding("note", TOPIC, f"megatron-core: no contract is applied in this process ({len(patches)} symbols would be patched)", works)
-
-
-def _holder(target: str) -> str:
-    owner, name = Patch(target, build=lambda original: original, why="looked at").owner()
-    return author_of(vars(owner).get(name))
-
-
-def author_of(value: Any) -> str:
-    """The top-level package whose code ``value`` is; of a wrapper, the outermost.
-
-    >>> author_of(author_of)
-    'tio_megatron'
-    """
-    code = getattr(value, "__func__", value)
-    # functools.wraps copies the module's name of what is wrapped; the code's own globals do not lie.
-    names = getattr(code, "__globals__", None)
-    module = names.get("__name__") if isinstance(names, dict) else getattr(code, "__module__", None)
-    return str(module or "").partition(".")[0]
 
 
 def _entry_point() -> Iterator[Finding]:

