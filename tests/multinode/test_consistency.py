@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import host_ranks
 import netns_hosts as network
 import pytest
 from bad_switch import Faults
+from loud import skip_outside_ci
 
 from tio_megatron.testing import run_ranks
 
@@ -29,8 +29,7 @@ PLACES = {"one host": (1, 4), "two hosts": (2, 2), "four hosts": (4, 1)}
 @pytest.fixture(autouse=True)
 def _needed() -> None:
     if LACKING:
-        warnings.warn(f"{LACKING}: tests over several hosts are SKIPPED", stacklevel=2)
-        pytest.skip(LACKING)
+        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 @pytest.fixture(scope="module")

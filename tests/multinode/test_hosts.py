@@ -7,12 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import netns_hosts as network
 import pytest
+from loud import skip_outside_ci
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = str(ROOT / "launch" / "qwen3_moe.sh")
@@ -23,8 +23,7 @@ LACKING = network.missing()
 @pytest.fixture(autouse=True)
 def _needed() -> None:
     if LACKING:
-        warnings.warn(f"{LACKING}: tests over several hosts are SKIPPED", stacklevel=2)
-        pytest.skip(LACKING)
+        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

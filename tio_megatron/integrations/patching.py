@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_MEGATRON = "0.16.1"
-"""The megatron-core release whose symbols Megatron's patches name, and the default of :class:`Patch`."""
+from tio_megatron.integrations.megatron.versions import RELEASES
 
 _ABSENT = object()
 
@@ -40,7 +39,7 @@ class Patch:
     why: str
     stock: str = ""
     may_be_absent: bool = False
-    supported: str = f"megatron-core {SUPPORTED_MEGATRON}"
+    supported: str = f"megatron-core {', '.join(RELEASES)}"
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds the symbol, and the symbol's last name.
@@ -61,7 +60,7 @@ class Patch:
         return owner, name
 
     def _moved(self, what: str) -> str:
-        return f"{self.target} is not there ({what}): tio_megatron supports {self.supported}; install that version"
+        return f"{self.target} is not there ({what}): tio_megatron supports {self.supported}; install such a version"
 
 
 @dataclass

@@ -12,10 +12,9 @@ from tiny_megatron import Setup, on_ranks
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.megatron import cpu_device, state
-from tio_megatron.integrations.megatron.apply import SUPPORTED_TORCH
+from tio_megatron.integrations.megatron import cpu_device, state, versions
 from tio_megatron.integrations.megatron.patches import GPT, all_patches
-from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, MovedSymbolError, Patch, install
+from tio_megatron.integrations.patching import MovedSymbolError, Patch, install
 from tio_megatron.layers import grads
 from tio_megatron.testing.qwen3 import write_tiny
 
@@ -91,7 +90,7 @@ def test_outside_a_contract_there_is_none():
 @pytest.mark.parametrize("target", ["megatron.core.no_such:thing", f"{GPT}.gone", GPT.replace("GPTModel", "Gone.forward")])
 def test_a_moved_symbol_is_named_and_nothing_is_replaced(target):
     before = symbols(all_patches())
-    with pytest.raises(MovedSymbolError, match=rf"{target}.*megatron-core {SUPPORTED_MEGATRON}"):
+    with pytest.raises(MovedSymbolError, match=rf"{target}.*megatron-core .*{versions.FULL}"):
         install([*all_patches(), Patch(target, lambda original: None, why="")])
     assert symbols(all_patches()) == before
 
@@ -109,7 +108,7 @@ def test_somebody_else_on_top_of_us_is_not_undone_silently():
     tio.undo()
 
 
-@pytest.mark.parametrize("package, supported", [("torch", SUPPORTED_TORCH), ("megatron-core", SUPPORTED_MEGATRON)])
+@pytest.mark.parametrize("package, supported", [("torch", versions.TORCH), ("megatron-core", ", ".join(versions.RELEASES))])
 def test_another_version_is_refused(package, supported, monkeypatch):
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9" if name == package else version(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +12,15 @@ from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations import devices, mindspeed
 from tio_megatron.integrations.late_patches import LatePatches
-from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron import state, versions
 from tio_megatron.integrations.megatron_lm.patches import training_patches
 from tio_megatron.integrations.mindspeed import late
 from tio_megatron.integrations.mindspeed.install import ThroughMindSpeed
 from tio_megatron.integrations.mindspeed.install import install as install_through_mindspeed
-from tio_megatron.integrations.patching import SUPPORTED_MEGATRON, Installed, install
+from tio_megatron.integrations.patching import Installed, install
 from tio_megatron.layers import grads
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_TORCH = "2.13.0"
 
 _installed: Installed | ThroughMindSpeed | None = None
 _training: LatePatches | None = None
@@ -66,7 +63,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
 
     Raises:
         ValueError: another contract is in force already, the contract is not valid, or its kernel family cannot be had here.
-        ImportError: torch or megatron-core has another version than the supported one (named), or a symbol has moved.
+        ImportError: torch or megatron-core has a version that is not supported (those that are, are named), or a symbol has moved.
     """
     session = _setting(contract, vocab_size)
     current = state.session()
@@ -77,7 +74,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
         if current.vocab_size != session.vocab_size:
             found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
         raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
-    _check_versions()
+    versions.check()
     devices.load(session.contract.family)
     from tio_megatron.integrations.megatron.grad_sums import IntegerSums
 
@@ -172,18 +169,3 @@ def _setting(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_s
     if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"vocab_size must be a positive whole number, got {vocab_size!r}")
     return Setting(setting.contract, vocab_size)
-
-
-def _check_versions() -> None:
-    """Another version may compute another function under the same names, so it is refused, not tried.
-
-    Raises:
-        ImportError: names what is installed and what is supported.
-    """
-    for package, supported in (("torch", SUPPORTED_TORCH), ("megatron-core", SUPPORTED_MEGATRON)):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError as error:
-            raise ImportError(f"{package} is not installed; tio_megatron supports {package} {supported}") from error
-        if version.partition("+")[0] != supported:
-            raise ImportError(f"{package} {version} is installed; tio_megatron supports {package} {supported}")

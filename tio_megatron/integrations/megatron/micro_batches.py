@@ -88,7 +88,7 @@ def packed_starts(packed_seq_params: Any) -> torch.Tensor:
     """
     if packed_seq_params.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format {packed_seq_params.qkv_format!r} is not supported; 'thd' is")
-    if packed_seq_params.local_cp_size is not None or packed_seq_params.cp_group is not None:
+    if any(getattr(packed_seq_params, name, None) is not None for name in ("local_cp_size", "cp_group")):  # fields since 0.16
         raise ValueError("packed sequences: local_cp_size and cp_group (hybrid context parallelism) are not supported; leave them None")
     starts, keys = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
     if packed_seq_params.cu_seqlens_q_padded is not None:

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
@@ -22,7 +20,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import masks, micro_batches, state
+from tio_megatron.integrations.megatron import groups, masks, micro_batches, state
+from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.kernels.rope import rope_table
 from tio_megatron.layers.activation import swiglu
 from tio_megatron.layers.context import context_attention
@@ -39,8 +38,9 @@ class OrderedColumnLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, stride=stride, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         if self.is_expert:
             raise ValueError("an expert's product is part of the expert layer, not a column-parallel linear of its own")
-        # megatron-core gives [gate; up] shards a stride of 2.
-        self.gated = stride == 2
+        groups.keep_tensor_group(self)
+        # megatron-core gives [gate; up] shards a stride of 2, from 0.16 on; every first product of an MLP is one (others are refused).
+        self.gated = stride == 2 or tp_comm_buffer_name == "fc1"
         self.where = tp_comm_buffer_name or "column-parallel linear"
         self._leaves(state.active())
 
@@ -59,7 +59,7 @@ class OrderedColumnLinear(ColumnParallelLinear):
             batch=micro_batches.current(),
         )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        return (gather_from_tensor_model_parallel_region(y, group=self.tp_group) if gather else y), None
+        return (groups.gathered(y, self.tp_group) if gather else y), None
 
 
 class OrderedRowLinear(RowParallelLinear):
@@ -67,6 +67,7 @@ class OrderedRowLinear(RowParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
+        groups.keep_tensor_group(self)
         if self.is_expert:
             raise ValueError("an expert's product is part of the expert layer, not a row-parallel linear of its own")
         if not self.input_is_parallel:
@@ -118,17 +119,15 @@ class OrderedCoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        **more: Any,
     ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) or attention_type != "self":
             raise ValueError(f"attention: {attention_type} attention with mask {attn_mask_type.name} is not supported; causal self-attention is")
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         ranks = config.context_parallel_size
-        if pg_collection is None and ranks > 1:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = None if pg_collection is None else pg_collection.cp
+        held = groups.given(more) if ranks > 1 else groups.passed(more)
+        self.cp_group = None if held is None else held.cp
         if self.cp_group is not None and self.cp_group.size() != ranks:
             raise ValueError(f"attention: context_parallel_size={ranks}, but the context-parallel group has {self.cp_group.size()} ranks; they must agree")
 
@@ -171,15 +170,15 @@ class Part:
 
 
 class OrderedTransformerLayer(TransformerLayer):
-    """Stock's layer. Only hands its process groups to our MLP or expert layer, which stock does for its own classes alone."""
+    """Stock's layer. Only hands its process groups to our MLP or expert layer, which some releases do for their own classes alone."""
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         mlp = submodules.mlp
-        if isinstance(mlp, ModuleSpec):
-            groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
-            group = {"pg_collection": groups} if issubclass(mlp.module, MoELayer) else {"tp_group": groups.tp}
+        if isinstance(mlp, ModuleSpec) and release().groups is not None and not release().mlp_is_called:
+            held = groups.given(kwargs)
+            group = groups.as_keyword(held) if issubclass(mlp.module, MoELayer) else {"tp_group": held.tp}
             submodules = replace(submodules, mlp=Part(mlp.module, mlp.submodules, mlp.params | group))
-        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
+        super().__init__(config, submodules, *args, **kwargs)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         """Stock's. Says which samples the rows belong to, again in a recomputation, when another micro-batch may have run since."""
@@ -225,7 +224,7 @@ class OrderedOutput(ColumnParallelLinear):
         shard = vocab_shard(self.vocab, weight.shape[0], self.tp_group)
         logits = vocab_logits(input_, weight, shard, group=self.tp_group, sequence_parallel=self.sequence_parallel, batch=micro_batches.current())
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        return (gather_from_tensor_model_parallel_region(logits, group=self.tp_group) if gather else logits), None
+        return (groups.gathered(logits, self.tp_group) if gather else logits), None
 
 
 class OrderedRotaryEmbedding(RotaryEmbedding):
@@ -264,10 +263,12 @@ def vocab_shard(vocab: int, rows: int, group: Any) -> VocabShard:
 def adopt_embedding(module: VocabParallelEmbedding, vocab: int) -> None:
     """Make ``module`` (and what holds a reference to it) compute as ours, keeping its weight."""
     module.__class__ = OrderedEmbedding
+    groups.keep_tensor_group(module)
     module.vocab = vocab  # type: ignore[assignment]
 
 
 def adopt_output(module: ColumnParallelLinear, vocab: int) -> None:
     """Make ``module`` (and what holds a reference to it) compute as ours, keeping its weight."""
     module.__class__ = OrderedOutput
+    groups.keep_tensor_group(module)
     module.vocab = vocab  # type: ignore[assignment]

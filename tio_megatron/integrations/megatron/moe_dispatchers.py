@@ -36,7 +36,21 @@ def row_labels(way: AllToAll | AllGather, hidden_shape: torch.Size, slices: int)
     return RowLabels(way.label(labels), batch, batch.expert_copies > 1 and batch.sliced(length, samples, slices)[1])
 
 
-class OrderedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
+class _TwoSteps:
+    """The six steps as the two that ``MoELayer`` calls up to megatron-core 0.12."""
+
+    def token_permutation(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, RowLabels | None]:
+        """From ``dispatch_preprocess`` to ``dispatch_postprocess``."""
+        return self.dispatch_postprocess(*self.token_dispatch(*self.dispatch_preprocess(hidden_states, routing_map, probs)))
+
+    def token_unpermutation(self, hidden_states: torch.Tensor, bias: None = None) -> tuple[torch.Tensor, None]:
+        """From ``combine_preprocess`` to ``combine_postprocess``."""
+        return self.combine_postprocess(self.token_combine(self.combine_preprocess(hidden_states))), None
+
+
+class OrderedAlltoAllDispatcher(_TwoSteps, MoEAlltoAllTokenDispatcher):
     """The token's owner gets every expert row of its tokens and sums them."""
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +84,7 @@ class OrderedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         return out
 
 
-class OrderedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
+class OrderedAllGatherDispatcher(_TwoSteps, MoEAllGatherTokenDispatcher):
     """Every rank sums the rows of its experts to nodes of the expert tree; the nodes meet at the token's owner."""
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

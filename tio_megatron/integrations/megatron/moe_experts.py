@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
 from megatron.core.transformer.mlp import MLPSubmodules, apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
@@ -26,7 +25,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron import groups, state
 from tio_megatron.layers.experts import ExpertMLP, RowLabels
 
 
@@ -37,17 +36,17 @@ def run_experts(
     w13: Sequence[Parameter],
     w2: Sequence[Parameter],
     config: TransformerConfig,
-    groups: tuple[ProcessGroup, ProcessGroup],
+    cut_over: tuple[ProcessGroup, ProcessGroup],
 ) -> torch.Tensor:
     """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel group.
 
-    ``groups`` are the expert-parallel and the expert-tensor-parallel group.
+    ``cut_over`` are the expert-parallel and the expert-tensor-parallel group.
 
     Raises:
         ValueError: the expert width, or its cut, does not fall on the contract's leaves.
         RuntimeError: no contract is applied.
     """
-    ep, group = groups
+    ep, group = cut_over
     contract, width = state.active(), config.moe_ffn_hidden_size
     leaves = contract.leaves_of("expert_row", width, group.size(), "experts.linear_fc2")
     dgrad_leaves = contract.leaves_of("expert_col_dgrad", width, group.size(), "experts.linear_fc1 (input gradient)")
@@ -70,8 +69,10 @@ def _tag(weights: Sequence[Parameter]) -> None:
 class OrderedSequentialMLP(SequentialMLP):
     """``SequentialMLP``: its modules hold the weights, one grouped product computes all of them."""
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, **more: Any) -> None:
+        super().__init__(num_local_experts, config, submodules, **more)
+        held = groups.given(more)
+        self.ep_group, self.tp_group = held.ep, held.expt_tp
         _tag(list(self.parameters()))
 
     def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: Any) -> tuple[torch.Tensor, None]:
@@ -122,14 +123,12 @@ class _ExpertWeights(MegatronModule):
 class OrderedGroupedMLP(MegatronModule):
     """Experts as one grouped product, with the parameter names of Megatron's TransformerEngine experts."""
 
-    def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules | None = None, pg_collection: ProcessGroupCollection | None = None
-    ) -> None:
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules | None = None, **more: Any) -> None:
         """``submodules`` is not read; stock passes it for its own grouped experts."""
         super().__init__(config)
-        assert pg_collection is not None, "MoELayer always passes its groups"
+        held = groups.given(more)
         self.num_local_experts = num_local_experts
-        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.tp_group, self.dp_group = held.ep, held.expt_tp, held.expt_dp
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = _ExpertWeights(num_local_experts, 2 * width, hidden, 0, 2, config.init_method, config, self.tp_group)
         self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.tp_group)

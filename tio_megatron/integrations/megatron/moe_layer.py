@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tio_megatron.integrations.megatron import groups
 from tio_megatron.integrations.megatron.moe_dispatchers import DISPATCHERS
 from tio_megatron.integrations.megatron.moe_refusals import refuse_moe
+from tio_megatron.integrations.megatron.moe_router import adopt_router
+from tio_megatron.integrations.megatron.versions import release
 
 
 class OrderedMoELayer(MoELayer):
@@ -24,11 +25,12 @@ class OrderedMoELayer(MoELayer):
         config: TransformerConfig,
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         **more: Any,
     ) -> None:
         refuse_moe(config)
-        pg_collection = get_default_pg_collection() if pg_collection is None else pg_collection
-        super().__init__(config, submodules, layer_number, pg_collection, **more)
+        held = groups.as_keyword(groups.given(more))
+        super().__init__(config, submodules, layer_number, **more | held)
+        if not release().router_in_spec:
+            adopt_router(self.router)
         dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
-        self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection)
+        self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=self.config, **held)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+from typing import Any
+
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe import experts as stock_experts
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,34 +20,51 @@ from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
 from tio_megatron.integrations.megatron.moe_refusals import moe_refusals, refuse_moe
 from tio_megatron.integrations.megatron.moe_router import OrderedRouter
 from tio_megatron.integrations.megatron.moe_shared import OrderedSharedExpertMLP
+from tio_megatron.integrations.megatron.versions import release
 
 __all__ = ["moe_refusals", "moe_spec"]
 
 
-def moe_spec(stock: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def moe_spec(stock: Any, config: TransformerConfig) -> Any:
     """Our spec for the layer that ``stock`` (whose module is ``MoELayer``) describes.
 
     Args:
-        stock: as Megatron's ``get_moe_module_spec`` returns it, with the local or the TransformerEngine backend.
+        stock: as Megatron's ``get_moe_module_spec`` returns it, with the local or the TransformerEngine backend: a ``ModuleSpec``, or from 0.19 on
+            a partial call of the class.
         config: the model's config; only checked.
 
     Raises:
         ValueError: the config has an option that is refused, or the experts are of an unknown kind.
     """
     refuse_moe(config)
-    submodules = stock.submodules
-    experts = submodules.experts
-    kind = experts.module if isinstance(experts, ModuleSpec) else experts
-    if kind in (GroupedMLP, TEGroupedMLP, OrderedGroupedMLP):
+    kind = part_class(part_submodules(stock).experts)
+    legacy = (stock_experts.GroupedMLP,) if release().legacy_experts else ()
+    if kind in (*legacy, TEGroupedMLP, OrderedGroupedMLP):
         ours = ModuleSpec(module=OrderedGroupedMLP)
     elif kind in (SequentialMLP, OrderedSequentialMLP):
         # The linear modules only hold weights: the experts' forward is one grouped product.
         ours = ModuleSpec(module=OrderedSequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     else:
         raise ValueError(f"experts: {kind} is not a module we can replace; use Megatron's GroupedMLP, TEGroupedMLP or SequentialMLP")
-    shared = ModuleSpec(module=OrderedSharedExpertMLP, submodules=MLPSubmodules(linear_fc1=OrderedColumnLinear, linear_fc2=OrderedRowLinear))
-    return ModuleSpec(
-        module=OrderedMoELayer,
-        submodules=MoESubmodules(experts=ours, shared_experts=shared, router=OrderedRouter),
-        metainfo=dict(stock.metainfo),
+    shared = ModuleSpec(
+        module=OrderedSharedExpertMLP,
+        params={"gate": False} if release().gate_in_spec else {},
+        submodules=MLPSubmodules(linear_fc1=OrderedColumnLinear, linear_fc2=OrderedRowLinear),
     )
+    router = {"router": OrderedRouter} if release().router_in_spec else {}
+    submodules = MoESubmodules(experts=ours, shared_experts=shared, **router)
+    if isinstance(stock, functools.partial):
+        return functools.partial(OrderedMoELayer, **stock.keywords | {"submodules": submodules})
+    return replace(stock, module=OrderedMoELayer, submodules=submodules)
+
+
+def part_class(part: Any) -> Any:
+    """The class that ``part`` of a spec builds: of a ``ModuleSpec``, of a partial call of the class or of one of its class methods, or itself."""
+    if isinstance(part, functools.partial):
+        return getattr(part.func, "__self__", part.func)
+    return part.module if isinstance(part, ModuleSpec) else part
+
+
+def part_submodules(part: Any) -> Any:
+    """The submodules that ``part`` of a spec names."""
+    return part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules

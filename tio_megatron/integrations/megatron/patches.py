@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from tio_megatron import collectives
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.megatron.grad_patches import grad_patches
+from tio_megatron.integrations.megatron.grad_patches import DDP, grad_patches
 from tio_megatron.integrations.megatron.optimizer_patches import optimizer_patches
 from tio_megatron.integrations.megatron.schedule_patches import schedule_patches
+from tio_megatron.integrations.megatron.versions import release, require_training
 from tio_megatron.integrations.patching import Patch
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -21,7 +23,7 @@ GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def all_patches() -> list[Patch]:
-    """Every patch: dense, mixture-of-experts, optimizer."""
+    """Every patch for the installed release."""
     return [
         Patch(
             f"{GPT}.__init__", build_ordered, why="the one place every model passes, whatever spec and imports its author used", stock="the model's own code"
@@ -48,10 +50,31 @@ def all_patches() -> list[Patch]:
         Patch(f"{MAPPINGS}:_reduce", all_reduce, why="every tensor-parallel all-reduce of the mappings ends here", stock="integers: their sums have no order"),
         Patch(f"{MAPPINGS}:_reduce_scatter_along_first_dim", reduce_scatter, why="every tensor-parallel reduce-scatter of the mappings ends here"),
         Patch(f"{MAPPINGS}:_gather_along_first_dim", gather, why="gloo refuses uneven sizes; bytes are only moved", stock="even gathers"),
-        *grad_patches(),
-        *optimizer_patches(),
-        *schedule_patches(),
+        *(training_patches() if release().trains else refusing_patches()),
     ]
+
+
+def training_patches() -> list[Patch]:
+    """Gradients, optimizer, schedules: of the one release that trains."""
+    return [*grad_patches(), *optimizer_patches(), *schedule_patches()]
+
+
+def refusing_patches() -> list[Patch]:
+    """Where training begins, under a release that only scores: get_megatron_optimizer wants a model in DDP, and :func:`run_ordered` refuses gradients."""
+    return [Patch(f"{DDP}.__init__", refuse_training("DistributedDataParallel"), why="training would add in stock's order, in silence")]
+
+
+def refuse_training(what: str) -> Callable[[Any], Any]:
+    """A function that raises in place of the original."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            require_training(what)
+
+        return refused
+
+    return build
 
 
 def build_ordered(original: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +89,7 @@ def build_ordered(original: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         build.prepare(bound.arguments)
         original(*bound.args, **bound.kwargs)
-        build.finish(self)
+        build.finish(self, bound.arguments)
 
     return __init__
 
@@ -91,13 +114,13 @@ def run_ordered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def configure(original: Callable[..., None]) -> Callable[..., None]:
-    """``TransformerConfig.__post_init__``: quantized products are refused by name before stock looks at them."""
+    """``TransformerConfig.__post_init__``: quantized products, and what some releases choke on, are refused by name before stock looks."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         from tio_megatron.integrations.megatron import refusals
 
-        refusals.check_quantized(self)
+        refusals.check_early(self)
         original(self)
 
     return __post_init__
@@ -107,14 +130,16 @@ def rotate(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """``apply_rotary_pos_emb``: one fp32 rotation and one rounding, from the table that our rotary embedding gives in place of angles."""
 
     def apply_rotary_pos_emb(
-        t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
+        t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Any = None, **more: Any
     ) -> torch.Tensor:
         from tio_megatron.layers.rope import rope
         from tio_megatron.layers.sequences import Sequences
 
         # Row 0 of the table holds cosines of 0; angles at position 0 are 0.
-        if freqs.dtype != torch.float32 or freqs.shape[-1] != t.shape[-1] or float(freqs[0, 0, 0, 0]) != 1.0 or mscale != 1.0:
+        if freqs.dtype != torch.float32 or freqs.shape[-1] != t.shape[-1] or float(freqs[0, 0, 0, 0]) != 1.0 or mscale != 1.0 or any(more.values()):
             raise ValueError("rope: angles of a stock rotary embedding reached the ordered rotation; build the model under tio_megatron.apply()")
+        if release().groups is None:
+            cp_group = parallel_state.get_context_parallel_group()
         rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
         return rope(t, freqs[:, 0, 0], Sequences(cu_seqlens, rank, ranks))
 
@@ -128,20 +153,18 @@ def cross_entropy(original: Any) -> Any:
         """Stands in for the autograd class; only ``apply`` is used."""
 
         @staticmethod
-        def apply(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        def apply(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> torch.Tensor:
             """``[s, b, rows of this rank]`` logits and ``[s, b]`` targets to the ``[s, b]`` fp32 loss.
 
             Raises:
                 ValueError: label smoothing, or a target outside the vocabulary.
             """
-            from megatron.core import parallel_state
-
             from tio_megatron.integrations.megatron.modules import vocab_shard
             from tio_megatron.layers.vocab import vocab_logprob
 
             if label_smoothing:
                 raise ValueError(f"cross entropy: label_smoothing={label_smoothing} is not supported; 0.0 would work")
-            group = parallel_state.get_tensor_model_parallel_group()
+            group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
             session = state.session()
             vocab = session.vocab_size if session is not None and session.vocab_size is not None else logits.shape[-1] * group.size()
             return -vocab_logprob(logits.float(), target, vocab_shard(vocab, logits.shape[-1], group), group=group)
@@ -152,9 +175,10 @@ def cross_entropy(original: Any) -> Any:
 def all_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``_reduce``: the tree over ranks in fp32, one rounding; integers go to stock."""
 
-    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
+    def _reduce(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        group = _tensor(group)
         if group.size() == 1 or not input_.is_floating_point():
-            return original(input_, group)
+            return original(input_) if release().groups is None else original(input_, group)
         return collectives.all_reduce(_as_fp32(input_), group, out_dtype=input_.dtype)
 
     return _reduce
@@ -163,7 +187,10 @@ def all_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``_reduce_scatter_along_first_dim``: the tree over ranks in fp32, one rounding, this rank's slice; integers go to stock."""
 
-    def _reduce_scatter_along_first_dim(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def _reduce_scatter_along_first_dim(
+        input_: torch.Tensor, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        group = _tensor(group)
         if group.size() == 1 or not input_.is_floating_point():
             return original(input_, group, input_split_sizes, use_global_buffer)
         splits = None if input_split_sizes is None else [int(n) for n in input_split_sizes]
@@ -175,12 +202,18 @@ def reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch
 def gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``_gather_along_first_dim``: uneven sizes through our own move."""
 
-    def _gather_along_first_dim(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def _gather_along_first_dim(input_: torch.Tensor, group: Any = None, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        group = _tensor(group)
         if group.size() == 1 or output_split_sizes is None:
             return original(input_, group, output_split_sizes, use_global_buffer)
         return collectives.all_gather(input_.contiguous(), group, sizes=[int(n) for n in output_split_sizes])
 
     return _gather_along_first_dim
+
+
+def _tensor(group: Any) -> Any:
+    """The first releases leave the group out where it is the tensor-parallel one."""
+    return parallel_state.get_tensor_model_parallel_group() if group is None else group
 
 
 def _as_fp32(t: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.integrations.megatron.moe_spec import moe_refusals
 from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
+from tio_megatron.integrations.megatron.versions import FULL, release
 from tio_megatron.integrations.mindspeed.refusals import mindspeed_refusals
 
 CONFIG_RULES = (
@@ -83,13 +85,16 @@ MODEL_RULES = (
 QUANTIZED = tuple(rule for rule in CONFIG_RULES if rule.option in ("fp8", "fp4"))
 
 
-def check_quantized(config: TransformerConfig) -> None:
-    """Refuse FP8 and FP4 as soon as a configuration asks for them: stock's own checks, which come next, die without Transformer Engine.
+def check_early(config: TransformerConfig) -> None:
+    """Refuse, as soon as a configuration asks for them, FP8 and FP4 (stock's own checks, which come next, die without Transformer Engine) and what
+    stock's next check refuses in words of its own or none.
 
     Raises:
         ValueError: names the option.
     """
     lines = broken(QUANTIZED, config)
+    if release().wants_slices and min(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1 and not config.sequence_parallel:
+        lines.append(f"sequence_parallel=False: megatron-core {release().version} refuses it with TP and EP; True, or megatron-core {FULL}, would work")
     if lines:
         raise ValueError("this configuration cannot run under the contract:\n  " + "\n  ".join(lines))
 
@@ -112,11 +117,18 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
     if config.num_moe_experts:
         named = {line.partition("=")[0] for line in lines}
         lines += [line for line in moe_refusals(config) if line.partition("=")[0] not in named]
-    lines += mindspeed_refusals(config)
+    lines += mindspeed_refusals(config) + unknown_options(config)
     if not lines:
         lines += list(_misfits(config, contract, vocab))
     if lines:
         raise ValueError("this model cannot run under the contract:\n  " + "\n  ".join(lines))
+
+
+def unknown_options(config: TransformerConfig) -> list[str]:
+    """One line per option that is on and that only a release after the fully supported one has: what it changes was not looked at."""
+    why = f"megatron-core {release().version} has this option and {FULL} does not, so it was not looked at"
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return broken(tuple(Rule(option, (defaults[option],), why) for option in release().new_options), config)
 
 
 def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Iterator[str]:

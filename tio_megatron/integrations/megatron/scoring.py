@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tio_megatron.collectives import all_gather
 from tio_megatron.integrations.megatron.modules import vocab_shard
+from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.layers.context import all_tokens, global_rows, own_tokens
 from tio_megatron.layers.sequences import Sequences
 from tio_megatron.layers.vocab import VocabShard, at_temperature, vocab_logprob, vocab_logprob_rows
@@ -101,17 +102,17 @@ def token_logprobs(
 
     def collect(output: torch.Tensor, item: _Batch) -> None:
         shard = _shard(inner, output)
-        group = inner.tp_group if shard.ranks > 1 else None
+        group = inner.tio_groups.tp if shard.ranks > 1 else None
         output = at_temperature(output, temperature)
         cut = item.sequences
-        logprobs = all_tokens(vocab_logprob(output, own_tokens(item.targets, cut), shard, group=group), cut, inner.cp_group)
+        logprobs = all_tokens(vocab_logprob(output, own_tokens(item.targets, cut), shard, group=group), cut, inner.tio_groups.cp)
         first = len(scores.logprobs)
         scores.logprobs += [logprobs[row, start : start + length - 1].clone() for row, start, length in item.places]
         if rows is not None:
             asked = wanted[first : first + len(item.places)]
             places = [(row, start + p) for (row, start, _), positions in zip(item.places, asked, strict=True) for p in positions]
             at = torch.tensor(places, dtype=torch.int64).view(-1, 2)
-            scores.rows += _rows(output, at, cut, shard, group, inner.cp_group).split([len(positions) for positions in asked])
+            scores.rows += _rows(output, at, cut, shard, group, inner.tio_groups.cp).split([len(positions) for positions in asked])
 
     training = model.training
     model.eval()
@@ -130,9 +131,10 @@ def _run(model: Any, item: _Batch) -> torch.Tensor:
     # Rotary positions come from where the tokens lie, not from these ids, which stock asks for all the same.
     tokens, padding = own_tokens(item.tokens, item.sequences), own_tokens(item.padding, item.sequences)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    # Only a router reads the mask: padding is never sent to an expert.
-    routed = padding if _unwrapped(model).config.num_moe_experts and item.padding.any() else None
-    return model(tokens, positions, None, packed_seq_params=item.packed, padding_mask=routed)
+    if not release().padding_mask or not _unwrapped(model).config.num_moe_experts or not item.padding.any():
+        return model(tokens, positions, None, packed_seq_params=item.packed)
+    # Only a router reads the mask: padding is never sent to an expert. Where it cannot be told, padding costs time and changes no true token.
+    return model(tokens, positions, None, packed_seq_params=item.packed, padding_mask=padding)
 
 
 def _rows(output: torch.Tensor, at: torch.Tensor, cut: Sequences, shard: VocabShard, group: Any, cp_group: Any) -> torch.Tensor:
@@ -215,7 +217,7 @@ def _shard(inner: Any, logits: torch.Tensor) -> VocabShard:
     vocab = inner.output_layer.vocab
     if logits.shape[-1] == inner.vocab_size:
         return VocabShard(inner.tio_setting.contract.vocab_order(vocab), logits.shape[-1])
-    return vocab_shard(vocab, logits.shape[-1], inner.tp_group)
+    return vocab_shard(vocab, logits.shape[-1], inner.tio_groups.tp)
 
 
 def _unwrapped(model: Any) -> Any:

