@@ -15,7 +15,7 @@ from tio_megatron.layers.experts import expert_mlp
 from tio_megatron.layers.experts_replicated import experts_replicated
 from tio_megatron.layers.linear import row_parallel
 from tio_megatron.testing import run_ranks
-from tio_megatron.testing.qwen3 import MOE, write_tiny
+from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny
 from tio_megatron.verify import costs
 
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, vocab=256, experts=6, top_k=2, moe_ffn=32)
@@ -126,3 +126,92 @@ def test_plan_refuses_and_names_what_is_near(tmp_path):
     assert done.exit_code == 1 and "would work: trainer TP 4" in done.output and not out.exists()
     done = CliRunner().invoke(app, ["plan", "--model", "Qwen3-30B-A3B", "--trainer", "tp1", "--rollout", "tp1", "--tokens", "0"])
     assert done.exit_code == 2
+
+
+WHOLE = [
+    ("dense", Layout(tp=2, sp=True), "alltoall"),
+    pytest.param("dense", Layout(tp=2), "alltoall", marks=pytest.mark.full),
+    pytest.param("moe", Layout(tp=2, etp=2, sp=True), "alltoall", marks=pytest.mark.full),
+    pytest.param("moe", Layout(tp=2, ep=2, etp=1, sp=True), "alltoall", marks=pytest.mark.full),
+    pytest.param("moe", Layout(ep=2, etp=1, dp=2), "allgather", marks=pytest.mark.full),
+    ("moe", Layout(tp=2, ep=2, etp=1, sp=True), "allgather"),
+]
+
+
+@pytest.mark.parametrize("kind, layout, dispatcher", WHOLE, ids=lambda value: str(value))
+def test_bytes_of_a_layer_in_a_whole_run(kind, layout, dispatcher, tmp_path):
+    """What a rank of stock megatron-core sends for sums in a layer's forward and backward pass: two runs that differ by one layer."""
+    from tiny_megatron import Setup, ddp, losses, on_ranks
+
+    from tio_megatron.collectives import reduce
+
+    config, tokens = MOE if kind == "moe" else DENSE, 64
+    fields = {"moe_token_dispatcher_type": dispatcher} if kind == "moe" else {}
+
+    def work(model, setup):
+        sums, run = [0], reduce._run
+
+        def counted(*args, **named):
+            with wire.count() as traffic:
+                out = run(*args, **named)
+            sums[0] += traffic.sent
+            return out
+
+        reduce._run = counted
+        batch = torch.randint(0, 700, (2, tokens // 2 + 1), generator=torch.Generator().manual_seed(3))
+        with wire.count() as everything:
+            losses(ddp(model), [batch], backward=True)
+        reduce._run = run
+        return sums[0], everything.sent
+
+    found = []
+    for layers in (1, 2):
+        path = write_tiny(tmp_path / str(layers), config | {"num_hidden_layers": layers})
+        found.append(on_ranks(Setup(path, layout, contract=Contract.for_layouts(layout), fields=fields), work))
+    shape = ModelShape.from_hf(config)
+    rows = [row for row in costs.training(Contract.for_layouts(layout), shape, layout, tokens, dispatcher) if row.per == "layer"]
+    gather = (layout.tp - 1) * tokens * shape.hidden * 2 // layout.tp if layout.sp else 0
+    cut = [row for row in rows if "over tensor-parallel ranks" in row.what]  # each counts the gather that belongs to it
+    expected = sum(row.ours for row in rows) - gather * len(cut)
+    for rank in range(len(found[0])):
+        assert found[1][rank][0] - found[0][rank][0] == expected, (rank, rows)
+        if kind == "dense":  # nothing else moves but the inputs that the backward pass gathers again, in stock too
+            assert found[1][rank][1] - found[0][rank][1] == sum(row.ours for row in rows) + gather * len(cut) // 2
+
+
+def test_totals_of_a_step():
+    layout = Layout(tp=4, ep=8, etp=1, sp=True, pp=2, dp=8)
+    shape = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768)
+    rows = costs.training(Contract.for_layouts(layout), shape, layout, 4096)
+    found = costs.total(rows, shape, layout, 4096, 3)
+    layer, step = (sum(row.extra for row in rows if row.per == per) for per in ("layer", "step"))
+    assert found.extra == 24 * 3 * layer + step and found.tokens == 3 * 4096 and found.extra_per_token * found.tokens == found.extra
+
+
+LOADS = """
+import os, sys
+os.environ["TIO_CONTRACT"] = sys.argv[1]
+if sys.argv[2] == "megatron":
+    import tio_megatron.auto
+    from tio_megatron.integrations.megatron import state
+    print(state.active().fingerprint())
+else:
+    import vllm.plugins
+    vllm.plugins.load_general_plugins()
+    from tio_megatron.integrations.vllm import plugin
+    print(plugin.active().fingerprint())
+"""
+
+
+def test_the_written_file_is_loaded_by_both_sides(tmp_path):
+    """By ``import tio_megatron.auto`` and by vLLM's own plug-in loader, each in a process of its own."""
+    import subprocess
+    import sys
+
+    out = tmp_path / "contract.json"
+    arguments = ["plan", "--model", "Qwen3-30B-A3B", "--trainer", "tp4+ep8", "--rollout", "tp4+ep", "--out", str(out), "--json"]
+    answer = json.loads(CliRunner().invoke(app, arguments).output)
+    for side in ("megatron", "vllm"):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADS, str(out), side], capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0 and done.stdout.split()[-1] == answer["fingerprint"] != Contract().fingerprint(), done.stderr
+    assert answer["totals"]["trainer"]["extra"] > 0

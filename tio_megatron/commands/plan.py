@@ -21,6 +21,7 @@ def plan(
     trainer: Annotated[str, typer.Option(help=f"Megatron's layout. {LAYOUT}")],
     rollout: Annotated[str, typer.Option(help="vLLM's, in the same ways (words: tp2+ep).")],
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the trainer.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of one data-parallel rank in a step.")] = 1,
     requests: Annotated[int, typer.Option(help="Requests that decode together, one token each a step.")] = 64,
     out: Annotated[Path | None, typer.Option(help="Write the contract there: TIO_CONTRACT of both sides.")] = None,
     as_json: Annotated[bool, JSON] = False,
@@ -36,8 +37,8 @@ def plan(
         from tio_megatron.verify.doctor import fit, settings, shape_of
         from tio_megatron.verify.picture import write_whole
 
-        if tokens < 1 or requests < 1:
-            raise ValueError(f"--tokens and --requests must be at least 1, got {tokens} and {requests}")
+        if min(tokens, requests, micro_batches) < 1:
+            raise ValueError(f"--tokens, --requests and --micro-batches must be at least 1, got {tokens}, {requests} and {micro_batches}")
         shape, left, right = shape_of(model), settings.trainer(trainer), settings.rollout(rollout)
         train, serve = left.layout.layout, right.layout.layout
         found = fit(shape, train, serve)
@@ -58,6 +59,10 @@ def plan(
             f"trainer, {tokens} tokens": costs.training(contract, shape, train, tokens, dispatcher) + costs.memory(shape, train),
             f"rollout, {requests} tokens": costs.rollout(contract, shape, serve, requests),
         }
+        totals = {
+            "trainer": costs.total(next(iter(sides.values())), shape, train, tokens, micro_batches),
+            "rollout": costs.total(list(sides.values())[1], shape, serve, requests),
+        }
         launches = {"trainer": costs.operators(shape, train), "rollout": costs.operators(shape, serve, serving=True)}
         if out:
             write_whole(out, (contract.to_json() + "\n").encode())
@@ -70,6 +75,13 @@ def plan(
                 for row in rows:
                     table.add_row(row.what, row.per, size(row.ours), size(row.stock), f"{row.ours / row.stock:.2f}" if row.stock else "", row.why)
                 console.print(table if rows else f"{side}: no sum crosses ranks, nothing is added")
+            for side, found in totals.items():
+                console.print(
+                    f"{side}: {size(found.extra)} more than stock in a step of {found.tokens} tokens ({size(found.ours)}, stock {size(found.stock)}), "
+                    f"{size(round(found.extra_per_token))} a token",
+                    highlight=False,
+                    soft_wrap=True,
+                )
             for side, (count, sums) in launches.items():
                 console.print(f"{side}: {count} operators and {sums} {'sum' if sums == 1 else 'sums'} between ranks in a layer's forward pass", highlight=False)
             if out:
@@ -79,6 +91,10 @@ def plan(
             "contract": contract.to_dict(),
             "fingerprint": contract.fingerprint(),
             "costs": {side: [{"what": r.what, "per": r.per, "ours": r.ours, "stock": r.stock, "why": r.why} for r in rows] for side, rows in sides.items()},
+            "totals": {
+                side: {"ours": t.ours, "stock": t.stock, "extra": t.extra, "extra_per_token": t.extra_per_token, "tokens": t.tokens}
+                for side, t in totals.items()
+            },
             "operators": {side: {"operators": count, "sums": sums} for side, (count, sums) in launches.items()},
         }
         return 0, answer, show

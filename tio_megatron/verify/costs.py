@@ -9,7 +9,7 @@ Legend: ``T`` tokens of one micro-batch, ``H`` hidden, ``P`` ranks of a group, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,40 @@ def rollout(contract: Contract, model: ModelShape, layout: Layout, tokens: int) 
     return rows
 
 
+@dataclass(frozen=True)
+class Total:
+    """Bytes that one rank sends in a step (trainer: of the optimizer; rollout: of decoding), beside stock's, and spread over the step's tokens."""
+
+    ours: int
+    stock: int
+    tokens: int
+
+    @property
+    def extra(self) -> int:
+        """Bytes more than stock's in a step."""
+        return self.ours - self.stock
+
+    @property
+    def extra_per_token(self) -> float:
+        """The same for one token of the step's."""
+        return self.extra / self.tokens
+
+
+def total(rows: Sequence[Cost], model: ModelShape, layout: Layout, tokens: int, micro_batches: int = 1) -> Total:
+    """All layers of one rank's pipeline stage over a step.
+
+    Args:
+        rows: of :func:`training` or :func:`rollout`, both of ``tokens`` tokens.
+        model: sizes.
+        layout: as given there.
+        tokens: of one micro-batch, or of one decoding step.
+        micro_batches: in a step, of one data-parallel rank.
+    """
+    layers = -(-model.layers // layout.pp)
+    times = {"layer": layers * micro_batches, "step": 1, "rank": 0}
+    return Total(sum(row.ours * times[row.per] for row in rows), sum(row.stock * times[row.per] for row in rows), tokens * micro_batches)
+
+
 def memory(model: ModelShape, layout: Layout) -> list[Cost]:
     """What stays allocated on one trainer rank."""
     count = sum(parameters(model, layout))
@@ -159,7 +193,7 @@ def _inside_experts(model: ModelShape, layout: Layout, tokens: int) -> Iterator[
 
 def _expert_nodes(model: ModelShape, layout: Layout, tokens: int) -> Iterator[Cost]:
     """The all-gather dispatcher's sums at the tokens' owners, forward and (dispatch's gradient) backward."""
-    share = (layout.ep - 1) * tokens * model.hidden // (layout.tp * layout.ep) if layout.sp else (layout.ep - 1) * tokens * model.hidden // layout.ep
+    share = (layout.ep - 1) * (tokens // layout.tp if layout.sp else tokens) * model.hidden
     nodes = _most_nodes(model, layout)
     why = "partial sums in fp32" + (f", {nodes} nodes of the expert tree a rank" if nodes > 1 else "")
     for name in ("sum of experts at a token's owner", "the same, backward"):
