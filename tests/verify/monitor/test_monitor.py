@@ -142,3 +142,91 @@ def test_what_is_no_bundle_is_said(tmp_path):
     with pytest.raises(ValueError, match="trainer.jsonl, rollout.jsonl missing"):
         (tmp_path / "breach.json").write_text("{}")
         read_bundle(tmp_path)
+
+
+def test_no_file_is_named_after_the_machine(tmp_path):
+    with pytest.raises(LogdiffError):
+        Monitor(tmp_path, stop_above=0.0).step(7, tokens=TOKENS, trainer=other(), rollout=SAME)
+    for path in tmp_path.rglob("*"):
+        assert socket.gethostname() not in path.name and getpass.getuser() not in path.name
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from tio_megatron.verify.monitor import bundle
+from tio_megatron.verify.monitor.sides import Side
+at, calls, write = int(sys.argv[2]), [0], bundle._write
+def dying(path, text):
+    calls[0] += 1
+    if calls[0] == at:
+        path.write_text(text[: len(text) // 2])
+        os._exit(9)
+    write(path, text)
+bundle._write = dying
+side = Side(np.arange(3), -np.ones(3, dtype=np.float32), -np.zeros(3, dtype=np.float32))
+bundle.write_bundle(bundle.Path(sys.argv[1]) / "breach-00000001", [side], {"step": 1}, {})
+"""
+
+
+def test_a_bundle_is_whole_or_absent_when_the_process_dies(tmp_path):
+    import subprocess
+    import sys
+
+    for at in (1, 2, 3):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(at)], timeout=60)
+        assert done.returncode == 9 and not list(tmp_path.glob("breach-*"))
+    assert len(list(tmp_path.glob(".breach-*"))) == 1, "what dead processes left is taken away by the next"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "4"], timeout=60)
+    assert done.returncode == 0 and read_bundle(tmp_path / "breach-00000001").about["step"] == 1 and not list(tmp_path.glob(".breach-*"))
+
+
+VERL = """
+import sys, types
+import torch
+sys.path.insert(0, sys.argv[1])
+import tio_megatron.verify.monitor.verl as hook
+from verl.utils.debug.metrics import calculate_debug_metrics
+tokens, same = torch.arange(6).view(2, 3), -torch.ones(2, 3)
+batch = {"responses": tokens, "old_log_probs": same, "rollout_log_probs": same.clone(), "response_mask": torch.ones(2, 3)}
+print(sorted(calculate_debug_metrics(types.SimpleNamespace(batch=batch, meta_info={"global_steps": 7})).items()))
+batch["rollout_log_probs"][1, 1] -= 0.5
+try:
+    calculate_debug_metrics(types.SimpleNamespace(batch=batch, meta_info={"global_steps": 8}))
+except Exception as error:
+    print(type(error).__name__, error)
+hook.patches.undo()
+from verl.utils.debug.metrics import calculate_debug_metrics
+print(len(calculate_debug_metrics(types.SimpleNamespace(batch=batch, meta_info={}))))
+"""
+
+
+def test_verls_trainer_is_watched_by_one_variable(tmp_path):
+    """With a stand-in of the one function of verl that is patched: verl itself is not installed here."""
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    folder = tmp_path / "verl" / "utils" / "debug"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent, folder.parent.parent):
+        (place / "__init__.py").write_text("")
+    (folder / "metrics.py").write_text("def calculate_debug_metrics(data):\n    return {'training/rollout_probs_diff_max': 0.0}\n")
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TIO_MONITOR": str(tmp_path / "m"), "TIO_MONITOR_STOP_ABOVE": "0.25"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", VERL, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "('tio/logdiff_max', 0.0)" in said[0] and "('training/rollout_probs_diff_max', 0.0)" in said[0] and said[2] == "1"
+    assert said[1].startswith("LogdiffError step 8: max |logdiff| 0.5, above 0.25 (1 of 6 tokens differ)")
+    assert [line["step"] for line in lines(tmp_path / "m")] == [7, 8] and read_bundle(tmp_path / "m" / "breach-00000008")
+
+
+def test_thresholds_of_the_environment():
+    from tio_megatron.verify.monitor.verl import from_environment, patches
+
+    patches.undo()
+    with pytest.raises(ValueError, match="TIO_MONITOR_STOP_ABOVE='low' is no number"):
+        from_environment({"TIO_MONITOR_STOP_ABOVE": "low"})

@@ -56,11 +56,13 @@ def write_bundle(folder: Path, sides: Sequence[Side], about: Mapping[str, Any], 
         return folder
     chosen = sorted(sorted(range(len(sides)), key=lambda index: -_size(sides[index]))[:MOST_SEQUENCES])
     draft = folder.with_name(f".{folder.name}.draft-{os.getpid()}")
+    for left in folder.parent.glob(f".{folder.name}.draft-*"):  # of a process that died here
+        shutil.rmtree(left, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         for name in SIDES:
             lines = [json.dumps({"tokens": sides[i].tokens.tolist(), "logprobs": [_number(x) for x in getattr(sides[i], name)]}) for i in chosen]
-            (draft / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+            _write(draft / f"{name}.jsonl", "".join(line + "\n" for line in lines))
         held = {
             "bundle": VERSION,
             **about,
@@ -70,11 +72,19 @@ def write_bundle(folder: Path, sides: Sequence[Side], about: Mapping[str, Any], 
             "versions": versions(),
             "configuration": public(configuration),
         }
-        (draft / "breach.json").write_text(json.dumps(held, indent=1, allow_nan=False) + "\n")
+        _write(draft / "breach.json", json.dumps(held, indent=1, allow_nan=False) + "\n")
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Down to the disk: the folder gets its name only when all of it is there."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_bundle(folder: Path) -> Bundle:

@@ -6,7 +6,6 @@ A file is a row of records: length (8 bytes), its checksum (4), an ``Event`` mes
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self.path = folder / f"events.out.tfevents.{int(time.time())}.tio.{os.getpid()}"  # TensorBoard's own has the host's name there
         self._append(_bytes(3, b"brain.Event:2"))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
