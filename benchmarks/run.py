@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("products", "attention", "gradients", "collectives", "megatron_forward", "megatron_training", "vllm_generation")
+BENCHMARKS = ("products", "attention", "gradients", "collectives", "megatron_forward", "megatron_training", "vllm_generation", "tracing")
 
 
 def main(argv: list[str] | None = None) -> int:

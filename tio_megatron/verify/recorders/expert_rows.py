@@ -29,10 +29,6 @@ class ExpertRows:
         width = value.shape[-1] if width is None else width
         writer.put(name, value, self.at, columns=self.slots * width + first, width=(self.top_k, width))
 
-    def part(self, start: int, stop: int) -> ExpertRows:
-        """Those from ``start`` to ``stop``."""
-        return ExpertRows(self.at[start:stop], self.slots[start:stop], self.top_k)
-
 
 def rows_of(labels: torch.Tensor, numbers: torch.Tensor) -> ExpertRows:
     """From ``labels`` [R, 1 + K] (row of the trace, then the token's experts) and ``numbers`` [R], the expert of each row."""

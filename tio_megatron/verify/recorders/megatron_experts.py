@@ -29,7 +29,8 @@ class _Layer:
         self.out = "expert_out" if ordered else "expert_scaled_out"
         self.local: ExpertRows | None = None
         self.own: ExpertRows | None = None
-        self.counts: list[int] = []
+        self.pending: dict[str, list[torch.Tensor]] = {}
+        """Results of stock's experts, one after another: recorded together, since each recording has its price."""
 
     def spread(self, original: Any, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> Any:
         """Send labels first: a row of the trace and the token's experts, as a hidden state of integers. The real call resets what they leave behind."""
@@ -42,8 +43,7 @@ class _Layer:
             if self.way == "alltoall":
                 self.own = rows_of(rows, self._numbers(routing))
             rows, counts, _ = self.dispatcher.dispatch_postprocess(*self.dispatcher.token_dispatch(rows, weights))
-            self.counts = [int(count) for count in counts]
-            numbers = torch.as_tensor(self.mlp.local_expert_indices).repeat_interleave(torch.tensor(self.counts))
+            numbers = torch.as_tensor(self.mlp.local_expert_indices).repeat_interleave(torch.tensor([int(count) for count in counts]))
             self.local = rows_of(rows, numbers)
         return original(hidden, routing, probs)
 
@@ -70,6 +70,16 @@ class _Layer:
     def gate_up(self, value: torch.Tensor, rows: ExpertRows | None) -> None:
         for name, half in zip(("expert_gate", "expert_up"), value.chunk(2, -1), strict=True):
             self.put(name, half, rows, cut=True)
+
+    def flush(self) -> None:
+        """Record what stock's experts have gathered; rows lie by expert, as the labels do."""
+        for name, parts in self.pending.items():
+            whole = torch.cat(parts)
+            if name == "gate_up":
+                self.gate_up(whole, self.local)
+            else:
+                self.put(name, whole, self.local, cut=True)
+        self.pending.clear()
 
     def ours(self, what: str, value: torch.Tensor) -> None:
         """What :func:`inside` sees while this layer's experts run."""
@@ -120,23 +130,19 @@ def hook_experts(stack: ExitStack, stage: Any, mlp: Any, here: str, *, ordered: 
         stack.callback(mlp.experts.register_forward_pre_hook(lambda *_: running.enter_context(inside(layer.ours)) and None).remove)
         stack.callback(mlp.experts.register_forward_hook(lambda *_: running.close()).remove)
         return
-    for number, expert in enumerate(mlp.experts.local_experts):
-        _stock_expert(stack, layer, number, expert)
+    stack.callback(mlp.experts.register_forward_pre_hook(lambda *_: layer.pending.clear()).remove)
+    stack.callback(mlp.experts.register_forward_hook(lambda *_: layer.flush()).remove)
+    for expert in mlp.experts.local_experts:
+        _stock_expert(stack, layer, expert)
 
 
-def _stock_expert(stack: ExitStack, layer: _Layer, number: int, expert: Any) -> None:
+def _stock_expert(stack: ExitStack, layer: _Layer, expert: Any) -> None:
     """Gate and up from the first product, the activation between, what the second product takes."""
     modes: list[_Products] = []
 
-    def rows() -> ExpertRows | None:
-        if layer.local is None:
-            return None
-        start = sum(layer.counts[:number])
-        return layer.local.part(start, start + layer.counts[number])
-
     def first(_module: Any, _args: Any, out: Any) -> None:
-        if layer.stage.running:
-            layer.gate_up(out[0], rows())
+        if layer.stage.running and layer.local is not None:
+            layer.pending.setdefault("gate_up", []).append(out[0])
             modes.append(_Products())
             modes[-1].__enter__()
 
@@ -148,8 +154,8 @@ def _stock_expert(stack: ExitStack, layer: _Layer, number: int, expert: Any) -> 
         scaled: torch.Tensor = args[0]
         acts = [found for found in mode.found if found.shape == scaled.shape]
         if len(acts) > 1:  # the second is scaled by the probability
-            layer.put("expert_act", acts[0], rows(), cut=True)
-        layer.put("expert_scaled", scaled, rows(), cut=True)
+            layer.pending.setdefault("expert_act", []).append(acts[0])
+        layer.pending.setdefault("expert_scaled", []).append(scaled)
 
     def leave() -> None:
         while modes:
