@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tio_megatron.integrations.megatron import groups, state
+from tio_megatron.integrations.megatron.extra_state import KeepsExtraState
 from tio_megatron.layers.experts import ExpertMLP, RowLabels
 
 
@@ -85,7 +86,7 @@ class OrderedSequentialMLP(SequentialMLP):
         return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, (self.ep_group, self.tp_group)), None
 
 
-class _ExpertWeights(MegatronModule):
+class _ExpertWeights(KeepsExtraState, MegatronModule):
     """One projection of all local experts: ``weight0``, ``weight1``, ... each [out, in], cut over ``group`` along ``axis``."""
 
     def __init__(

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tio_megatron.integrations.megatron import te_forms
 from tio_megatron.integrations.megatron.modules import OrderedColumnLinear, OrderedRowLinear
 from tio_megatron.integrations.megatron.moe_experts import OrderedGroupedMLP, OrderedSequentialMLP
 from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
@@ -43,13 +44,16 @@ def moe_spec(stock: Any, config: TransformerConfig) -> Any:
         ours = ModuleSpec(module=OrderedGroupedMLP)
     elif kind in (SequentialMLP, OrderedSequentialMLP):
         # The linear modules only hold weights: the experts' forward is one grouped product.
-        ours = ModuleSpec(module=OrderedSequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        fc1, fc2 = (te_forms.HeldColumnLinear, te_forms.HeldRowLinear) if _on_te(part_submodules(stock).experts) else (ColumnParallelLinear, RowParallelLinear)
+        ours = ModuleSpec(module=OrderedSequentialMLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     else:
         raise ValueError(f"experts: {kind} is not a module we can replace; use Megatron's GroupedMLP, TEGroupedMLP or SequentialMLP")
+    on_te = _on_te(part_submodules(stock).shared_experts)
+    fc1, fc2 = (te_forms.ColumnLinearForm, te_forms.RowLinearForm) if on_te else (OrderedColumnLinear, OrderedRowLinear)
     shared = ModuleSpec(
         module=OrderedSharedExpertMLP,
         params={"gate": False} if release().gate_in_spec else {},
-        submodules=MLPSubmodules(linear_fc1=OrderedColumnLinear, linear_fc2=OrderedRowLinear),
+        submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2),
     )
     router = {"router": OrderedRouter} if release().router_in_spec else {}
     submodules = MoESubmodules(experts=ours, shared_experts=shared, **router)
@@ -68,3 +72,10 @@ def part_class(part: Any) -> Any:
 def part_submodules(part: Any) -> Any:
     """The submodules that ``part`` of a spec names."""
     return part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+
+
+def _on_te(spec: Any) -> bool:
+    """Whether an MLP's spec names Transformer Engine's linear layers, or ours under their names."""
+    parts = spec.keywords.get("submodules") if isinstance(spec, functools.partial) else getattr(spec, "submodules", None)
+    first = part_class(getattr(parts, "linear_fc1", None))
+    return bool(te_forms.named(first)) or first in (te_forms.ColumnLinearForm, te_forms.HeldColumnLinear)

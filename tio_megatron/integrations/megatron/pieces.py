@@ -89,6 +89,8 @@ _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.w
 _ALIKE = {
     "input_layernorm.weight": "input_layernorm",
     "pre_mlp_layernorm.weight": "post_attention_layernorm",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm",
     "self_attention.q_layernorm.weight": "self_attn.q_norm",
     "self_attention.k_layernorm.weight": "self_attn.k_norm",
     "self_attention.linear_proj.weight": "self_attn.o_proj",

@@ -1,7 +1,8 @@
 """Our modules in the place of stock ones, in layer specs. Names classes; builds nothing.
 
-``convert`` takes any spec that ``get_gpt_layer_local_spec`` or ``get_gpt_decoder_block_spec`` makes (or a user's own of the same parts)
-and swaps every part that sums. Identity parts, the bias-dropout-add and the checkpoint's key map stay as they are. A part it does not
+``convert`` takes any spec that ``get_gpt_layer_local_spec``, ``get_gpt_layer_with_transformer_engine_spec`` or
+``get_gpt_decoder_block_spec`` makes (or a user's own of the same parts) and swaps every part that sums. Parts of Transformer Engine get ours
+under its parameter names (:mod:`.te_forms`). Identity parts, the bias-dropout-add and the checkpoint's key map stay as they are. A part it does not
 know is refused, never left stock.
 """
 
@@ -19,17 +20,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from tio_megatron.integrations.megatron import modules
+from tio_megatron.integrations.megatron import modules, te_forms
 from tio_megatron.integrations.megatron.moe_spec import moe_spec, part_class, part_submodules
 from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.integrations.mindspeed.manager import stock
 
-STOCK_NORMS = ("WrappedTorchNorm", "FusedLayerNorm", "TENorm")
+STOCK_NORMS = ("WrappedTorchNorm", "FusedLayerNorm")
 
 
 def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
@@ -62,8 +62,8 @@ def convert(
     if isinstance(spec, ModuleSpec) and isinstance(spec.module, type) and issubclass(spec.module, TransformerBlock):
         spec = spec.submodules
     if isinstance(spec, ModuleSpec):
-        # A bare layer spec leaves the final norm to megatron-core, which hard-codes its own.
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, **_stage(vp_stage, pp_rank)), layer_norm=WrappedTorchNorm)
+        # A bare layer spec leaves the final norm to megatron-core, which takes Transformer Engine's where that is installed.
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, **_stage(vp_stage, pp_rank)), layer_norm=te_forms.RMSNormForm)
     if not isinstance(spec, TransformerBlockSubmodules):
         raise ValueError(f"layer spec: {type(spec).__name__} is not supported; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")
     converted: dict[int, ModuleSpec] = {}
@@ -132,15 +132,19 @@ ORDERED = {
 }
 
 
+OURS = (*ORDERED.values(), modules.OrderedRMSNorm, *te_forms.FORMS.values())
+
+
 def _part(part: Any, where: str) -> Any:
     """The ordered form of one part (a class, or a spec of one)."""
     module = _module(part)
-    if module is None or module is IdentityOp or module in ORDERED.values() or module is modules.OrderedRMSNorm:
+    if module is None or module is IdentityOp or module in OURS:
         return part
     # Under MindSpeed both the part and the names imported above may be its own stand-ins.
     ours = {stock(theirs): ordered for theirs, ordered in ORDERED.items()}.get(stock(module))
     if getattr(stock(module), "__name__", "") in STOCK_NORMS:
         ours = modules.OrderedRMSNorm
+    ours = te_forms.FORMS.get(te_forms.named(module), ours)
     if ours is None:
         raise _unknown(module, where)
     return replace(part, module=ours) if isinstance(part, ModuleSpec) else ours
@@ -151,5 +155,7 @@ def _module(part: Any) -> Any:
 
 
 def _unknown(module: Any, where: str) -> ValueError:
+    if te_forms.is_mock(module):
+        return ValueError(f"layer spec: {where} is a Transformer Engine part, and Transformer Engine is not installed; use get_gpt_layer_local_spec")
     name = getattr(module, "__name__", repr(module))
     return ValueError(f"layer spec: {name} as {where} has no ordered form; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")

@@ -1,0 +1,6 @@
+class Sequential:
+    pass
+
+
+class FusibleOperation:
+    pass
