@@ -81,13 +81,15 @@ def test_quantiles_and_trend_of_many(tmp_path):
     assert len(found.by_position) <= 128 and len(found.by_sequence) == 30
 
 
-VERL = {"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 7, "acc": True}
+DUMP = {"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 7, "acc": True}
 """What verl's trainer writes for a sample: text, and what the reward function returned."""
 
 
-def test_a_dump_of_verl(tmp_path):
+@pytest.mark.parametrize("version", ["0.4.1, 0.5.0", "0.6.1, 0.7.0"])
+def test_a_line_verl(version, tmp_path):
+    line = {name: value for name, value in DUMP.items() if name != "gts" or version.startswith("0.6")}
     plain = tmp_path / "7.jsonl"
-    plain.write_text(json.dumps(VERL) + "\n")
+    plain.write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match="7.jsonl, line 1: a rollout dump of verl, which holds text and scores but no log-probabilities. Let the reward"):
         compared(plain, plain)
 
@@ -95,7 +97,7 @@ def test_a_dump_of_verl(tmp_path):
     logprobs = {"rollout_log_probs": [-1.0, -2.0, 0.0, 0.0], "old_log_probs": [-1.0, -2.5, 0.0, 0.0]}
     for step in (2, 10):  # a folder is read by number
         (tmp_path / "dump").mkdir(exist_ok=True)
-        (tmp_path / "dump" / f"{step}.jsonl").write_text(json.dumps(VERL | ids | logprobs | {"step": step}) + "\n")
+        (tmp_path / "dump" / f"{step}.jsonl").write_text(json.dumps(line | ids | logprobs | {"step": step}) + "\n")
     dump = tmp_path / "dump"
     with pytest.raises(ValueError, match="several log-probabilities"):
         compared(dump, dump)

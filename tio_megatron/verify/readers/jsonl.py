@@ -3,9 +3,9 @@
 Ours: ``{"tokens": [ids], "logprobs": [numbers]}``, a line per sequence. As many log-probabilities as tokens, or fewer: those of the last ones; a
 ``null`` in front stands for a token that has none.
 
-verl (``<step>.jsonl``) writes ``input``, ``output`` and ``gts`` as text, ``score``, ``step``, and whatever the reward function returned for each
-sample. There is no log-probability in it and no token id. A recipe that adds them to its reward's extra information (``responses``: token ids,
-``rollout_log_probs``, ``old_log_probs``: lists, the names they have in verl's batch) can be compared.
+verl (``<step>.jsonl``) writes ``input``, ``output`` and (0.6.1, 0.7.0; not 0.4.1, 0.5.0) ``gts`` as text, ``score``, ``step``, and whatever the reward
+function returned for each sample. There is no log-probability in it and no token id. A recipe that adds them to its reward's extra information
+(``responses``: token ids, ``rollout_log_probs``, ``old_log_probs``: lists, the names they have in verl's batch) can be compared.
 """
 
 from __future__ import annotations
