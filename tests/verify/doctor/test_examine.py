@@ -46,6 +46,20 @@ def test_a_variable_that_moves_an_order_is_named(device, name, value, level):
     assert [(one.level, one.what.split()[0]) for one in found] == [(level, name)] and ": breaks: " in found[0].what and found[0].works
 
 
+def test_a_release_that_nobody_tested_is_named(monkeypatch):
+    from tio_megatron.verify.doctor import versions
+
+    lock = dict(line.split(" ")[0].split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line and line[0] not in "#-")
+    assert all(lock[package] in known for package, known in versions.TESTED.items() if package in lock) and "transformers" in lock
+    assert not [*versions.untested()]
+    monkeypatch.setattr(versions, "installed", lambda names: {"transformers": "6.0.0", "verl": "0.9.0"}.get(names[0]))
+    found = {finding.what.split()[0]: finding for finding in versions.untested()}
+    assert set(found) == {"transformers", "verl"} and found["transformers"].works == "transformers 5.19.0"
+    monkeypatch.setattr(versions, "installed", lambda names: "9.9.9" if names[0] != "triton" else None)
+    bad = {finding.what.split()[0] for finding in versions.check() if finding.level == "bad"}
+    assert {"torch", "megatron-core", "vllm"} <= bad
+
+
 def test_stock_runs_hear_more_than_plugged_ones():
     stock = [finding.what for finding in switches.check("cuda", plugged=False, environ={})]
     assert any("NCCL chooses ring or tree by message size" in what for what in stock)

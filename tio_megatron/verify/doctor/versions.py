@@ -16,6 +16,22 @@ SUPPORTED = {"torch": ("torch",), "megatron-core": ("megatron-core",), "vllm": (
 """Packages that the integrations know in certain versions only, and the names they are published under."""
 
 
+TESTED = {
+    "transformers": ("5.19.0",),
+    "tokenizers": ("0.23.3",),
+    "safetensors": ("0.8.0",),
+    "numpy": ("2.3.5",),
+    "triton": ("3.7.1", "3.9.0"),
+    "vllm-ascend": ("0.23.0",),
+    "torch-npu": ("2.13.0", "2.10.0"),
+    "verl": (),
+    "transformer-engine": (),
+    "mindspeed": (),
+    "flash-attn": (),
+}
+"""Packages beside those that can move a number or a token, and the releases that tests ran with or, on an NPU, were written against. Empty: none."""
+
+
 def supported() -> dict[str, tuple[str, ...]]:
     """The versions of each that work, as the integrations state them, the one that does everything first."""
     from tio_megatron.integrations.megatron import versions
@@ -50,7 +66,18 @@ def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
             yield Finding("note", TOPIC, f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both")
         else:
             yield Finding("ok", TOPIC, f"{package} {version}")
+    yield from untested()
     yield from _strangers()
+
+
+def untested() -> Iterator[Finding]:
+    """Packages of :data:`TESTED` that are installed in a release nobody tested. No symbol of theirs is patched, so nothing is refused."""
+    for package, known in TESTED.items():
+        version = installed((package,))
+        if version is None or version.partition("+")[0] in known:
+            continue
+        works = f"{package} {' or '.join(known)}" if known else "compare a small run with one without it (tio logdiff)"
+        yield Finding("note", TOPIC, f"{package} {version} is installed: nobody has tested tio_megatron with this release", works)
 
 
 def installed(names: Sequence[str]) -> str | None:
