@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from examples.qwen3_moe import elastic
+from examples.qwen3_moe import elastic, folders
+from examples.qwen3_moe.ending import InputProblem, refuse
 from examples.qwen3_moe.training import Cut, Recipe, Training, parse
 from tio_megatron.contract import Contract
 from tio_megatron.testing import run_ranks
@@ -125,7 +126,7 @@ def _rank(rank: int, recipe: Recipe, cut: Cut, contract: Contract | None) -> tup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the table and the elastic rows. Status 0 when all are equal and the controls differ, else 1."""
+    """Run the table and the elastic rows. Status 0 when all are equal and the controls differ, 2 for a folder that cannot be had, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python -m examples.qwen3_moe.matrix_train --quick")
     parser.add_argument("--steps", type=int, default=20, help="Adam steps (default: 20)")
     parser.add_argument("--quick", action="store_true", help="a few of the rows")
@@ -142,6 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("there must be at least one step and one row")
     console = Console()
     torch.set_num_threads(1)
+    try:
+        folders.require_out(options.out)
+        with folders.claimed(options.out):
+            return _tables(console, options, chosen, chosen_aux)
+    except (InputProblem, OSError) as problem:
+        return refuse(problem)
+
+
+def _tables(console: Console, options: argparse.Namespace, chosen: Sequence[Cut], chosen_aux: Sequence[Cut]) -> int:
     with tempfile.TemporaryDirectory(prefix="tio-matrix-") as folder:
         model = write_tiny(Path(folder) / "model", MODEL, torch_dtype=options.dtype)
         recipe = Recipe(model, steps=options.steps)
@@ -170,7 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "fingerprint": contract.fingerprint(),
         "model": MODEL | {"torch_dtype": options.dtype},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     partial = options.out / "report.json.part"
     partial.write_text(json.dumps(report, indent=1))
     os.replace(partial, options.out / "report.json")

@@ -28,6 +28,7 @@ TRAINERS = ("tp1", "tp2+ep2", "ep2+allgather", "pp2+ep2")
 ROLLOUTS = ("tp1", "tp2", "tp2+ep")
 MOST_LAYERS = {"tiny": 128, "slice": 4}
 MOST_SEED = 2**63 - 1
+LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,16 @@ def check_shared(a: argparse.Namespace, least_of: Mapping[str, tuple[int, int]])
         raise ValueError(f"--model and {' and '.join(made)}: a folder of your own has its layers; leave out --model or the other")
 
 
+def check_temperature(value: float, more: str = "") -> None:
+    """Refuse a temperature that an engine would not sample with: below ``LEAST_TEMPERATURE`` vLLM is greedy, and the trainer's scores would not be.
+
+    Raises:
+        ValueError: what would work.
+    """
+    if not LEAST_TEMPERATURE <= value < math.inf:
+        raise ValueError(f"--temperature must be above 0 and finite, at least {LEAST_TEMPERATURE:g}, got {value}{more}")
+
+
 def layers_of(a: argparse.Namespace, checkpoint: str) -> int:
     """Layers of the checkpoint made here.
 
@@ -226,8 +237,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
     new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
     if new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
-    if not 0 < a.temperature < math.inf:
-        raise ValueError(f"--temperature must be above 0 and finite, got {a.temperature} (half of the requests are greedy anyway)")
+    check_temperature(a.temperature, " (half of the requests are greedy anyway)")
     if a.prompts is not None and not a.prompts.is_file():
         raise ValueError(f"--prompts {a.prompts}: no such file")
     checkpoint = a.checkpoint or "tiny"

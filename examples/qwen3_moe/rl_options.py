@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.qwen3_moe.options import Options, Parser, cache_folder, check_shared, layers_of, shared_options, trainer_of
+from examples.qwen3_moe.options import Options, Parser, cache_folder, check_shared, check_temperature, layers_of, shared_options, trainer_of
 from examples.qwen3_moe.tasks import TASKS
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 
@@ -120,8 +120,7 @@ def parse(argv: Sequence[str], world: int | None = None) -> RlOptions:
         "--save-every": (a.save_every, 0),
     }
     check_shared(a, least_of)
-    if not 0 < a.temperature < math.inf:
-        raise ValueError(f"--temperature must be above 0 and finite, got {a.temperature}")
+    check_temperature(a.temperature)
     if not (0 < a.clip <= 1 and 0 < a.clip_high < math.inf):
         raise ValueError(f"--clip must be in (0, 1] and --clip-high above 0, got {a.clip} and {a.clip_high}")
     if a.prompts % a.minibatches:

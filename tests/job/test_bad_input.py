@@ -88,7 +88,7 @@ def refused(capsys, *argv: str, job=main) -> str:
         (["--lr", "fast"], "--lr: invalid float value: 'fast'"),
         (["--clip-grad", "nan"], "--clip-grad: must be a finite number, 0 (no clipping) or above, got nan"),
         (["--clip-grad", "-1"], "--clip-grad: must be a finite number, 0 (no clipping) or above, got -1"),
-        (["--temperature", "inf"], "--temperature must be above 0 and finite, got inf"),
+        (["--temperature", "inf"], "--temperature must be above 0 and finite, at least 1e-05, got inf"),
         (["--num-layers", "1000000000"], "--num-layers 1000000000: tiny has 1 to 128 layers"),
         (["--model", ".", "--checkpoint", "tiny"], "--model and --checkpoint: a folder of your own"),
         (["--model", ".", "--num-layers", "2"], "--model and --num-layers: a folder of your own"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 _SHOWN = 6
+_OLDER = "the file is damaged, or the training that wrote it had diverged: copy it again, or take an older checkpoint"
 
 
 class Checkpoint:
@@ -58,19 +60,39 @@ class Checkpoint:
 
         Raises:
             KeyError: the model has no such tensor.
+            CheckpointError: it has a NaN or an infinity.
         """
         return self.part(name)
 
     def part(self, name: str, axis: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements ``[start, stop)`` along ``axis`` of a tensor; only their bytes are read when ``axis`` is 0."""
+        """Elements ``[start, stop)`` along ``axis`` of a tensor; only their bytes are read when ``axis`` is 0.
+
+        Raises:
+            KeyError: the model has no such tensor.
+            CheckpointError: a NaN or an infinity is among them.
+        """
         self.table[name]  # a KeyError here names the tensor, where safetensors would name only its file
         handle = self._handle(self._files[name])
         if axis is None:
-            whole: torch.Tensor = handle.get_tensor(name)
-            return whole
+            return self._sound(name, handle.get_tensor(name))
         window = handle.get_slice(name)
-        part: torch.Tensor = window[start:stop] if axis == 0 else window[:, start:stop]
-        return part
+        return self._sound(name, window[start:stop] if axis == 0 else window[:, start:stop])
+
+    def require_values(self, *, least: float | None = None, share: tuple[int, int] = (0, 1)) -> None:
+        """Read tensors and refuse values that cannot be, before anything is changed by them.
+
+        Args:
+            least: no value may be below it.
+            share: (which, of how many) parts of the tensors, for ranks that divide the work.
+
+        Raises:
+            CheckpointError: a NaN, an infinity, or a value below ``least``.
+        """
+        for name in [*self.table][share[0] :: share[1]]:
+            tensor = self.tensor(name)
+            if least is not None and tensor.numel() and float(lowest := tensor.min()) < least:
+                where = self.path / self._files[name]
+                raise CheckpointError(f"{where}: {name} has the value {float(lowest):g}, no value of it can be below {least:g}; {_OLDER}")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, in the order of the model, one in memory at a time."""
@@ -90,6 +112,15 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _sound(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """``values``, all finite. Smallest and largest are found at the speed of memory and keep what is not finite."""
+        if values.numel() and not all(math.isfinite(float(end)) for end in torch.aminmax(values)):
+            odd = ~torch.isfinite(values)
+            first = odd.nonzero()[0].tolist()
+            where = f"{self.path / self._files[name]}: {name}"
+            raise CheckpointError(f"{where} has {int(odd.sum())} values that are NaN or infinite (of those read, the first is at {first}); {_OLDER}")
+        return values
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -53,14 +53,17 @@ def write_checkpoint(
     checked = CheckpointConfig.from_dict(config)
     table = tensor_table(checked.shape)
     width = {"bfloat16": 2, "float32": 4}[checked.dtype]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
     need, free = sum(spec.numel for spec in table.values()) * width + _SPARE, shutil.disk_usage(path.parent).free
     if need > free:
         raise CheckpointError(f"{path}: needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on that disk; choose another folder")
     draft = path.parent / f".{path.name}.draft-{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
     try:
+        draft.mkdir()
         digests = _write_tensors(draft, table, checked.dtype, tensors, shard_bytes)
         (draft / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for file in files:

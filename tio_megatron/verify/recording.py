@@ -105,13 +105,19 @@ class Recording:
         return Recording(*[np.concatenate([getattr(self, name), getattr(other, name)]) for name in names])
 
     def save(self, path: Path) -> None:
-        """Write an npz file; whoever reads ``path`` finds all of it or nothing."""
+        """Write an npz file; whoever reads ``path`` finds all of it or nothing.
+
+        Raises:
+            OSError: it cannot be written; names the file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.parent / f".{path.name}.draft-{os.getpid()}"
         try:
             with open(draft, "wb") as file:
                 np.savez(file, lengths=self.lengths, prompts=self.prompts, tokens=self.tokens, logprobs=self.logprobs, rows=self.rows)
             draft.replace(path)
+        except OSError as error:  # numpy's has no name
+            raise OSError(error.errno, f"{error.strerror or error}", str(path)) from error
         finally:
             draft.unlink(missing_ok=True)
 

@@ -240,6 +240,7 @@ def check(
             wanted = (config.shape, config.dtype if name == MODEL else "float32")
             if (found.config.shape, found.config.dtype) != wanted:
                 raise ValueError(f"{folder / name}: holds {found.config.dtype} tensors of {found.config.shape}, it must hold {wanted[1]} ones of {wanted[0]}")
+            found.require_values(least=0.0 if name == "exp_avg_sq" else None, share=(dist.get_rank() if world > 1 else 0, world))
 
 
 def _group_differences(model: torch.nn.Module, optimizer: Any, schedule: Any, shape: ModelShape, saved: list[dict[str, Any]]) -> list[str]:

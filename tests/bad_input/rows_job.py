@@ -1,0 +1,130 @@
+"""The launch script: its options in this process, its environment and its ports as people start it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from small_disk import small_disk
+
+from examples.qwen3_moe.main import main
+from examples.qwen3_moe.rl import main as rl_main
+from tests.bad_input.table import ROOT, Row
+
+PART, START = "options of the job", "starting the job"
+
+
+def told(status: int, said: str) -> None:
+    """A job that ended badly, as an error; it must have said one line and status 2."""
+    lines = said.strip().splitlines()
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("qwen3_moe: error: "), (status, lines)
+    raise ValueError(lines[0])
+
+
+def options(*words: str, job: Callable[[list[str]], int] = main) -> Callable[[Path], Callable[[], object]]:
+    def act(folder: Path) -> Callable[[], object]:
+        if not (folder / "file").exists():
+            (folder / "file").write_text("")
+
+        def run() -> None:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                status = job(list(words))
+            told(status, said.getvalue())
+
+        return run
+
+    return act
+
+
+def started(*words: str, **variables: str) -> Callable[[Path], Callable[[], object]]:
+    """``bash launch/qwen3_moe.sh`` in a process of its own."""
+
+    def act(folder: Path) -> Callable[[], object]:
+        def run() -> None:
+            environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+            done = subprocess.run(
+                ["bash", str(ROOT / "launch" / "qwen3_moe.sh"), *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
+            told(done.returncode, done.stderr)
+
+        return run
+
+    return act
+
+
+def on_a_full_disk(folder: Path) -> Callable[[], object]:
+    def run() -> None:
+        with small_disk(folder / "disk", "64k") as root:
+            assert root.is_dir()
+            act()
+
+    act = options("--out", "disk/out")(folder)
+    return run
+
+
+def port_in_use(folder: Path) -> Callable[[], object]:
+    """The first of two hosts, whose port another program has."""
+
+    def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+            started("--tp", "2", "--ep", "2", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TIO_RENDEZVOUS_SECONDS="2")(folder)()
+
+    return run
+
+
+def closed_port(folder: Path) -> Callable[[], object]:
+    """The second of two hosts, where the first does not listen."""
+
+    def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        started("--tp", "2", "--ep", "2", NNODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TIO_RENDEZVOUS_SECONDS="2")(folder)()
+
+    return run
+
+
+def taken(folder: Path) -> Callable[[], object]:
+    """The table of training, into a folder that another run has."""
+    from examples.qwen3_moe import folders
+    from examples.qwen3_moe.matrix_train import main as matrix_train
+
+    (folder / "out").mkdir()
+
+    def run() -> None:
+        with folders.claimed(folder / "out"):
+            options("--out", "out", job=matrix_train)(folder)()
+
+    (folder / "file").write_text("")
+    return run
+
+
+HOSTS = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+ROWS = [
+    Row(PART, "--trainers tp3", "8 query heads do not divide by tp 3; tp in [1, 2, 4, 8] would work", options("--trainers", "tp3")),
+    Row(PART, "--trainers ep32", "16 experts do not divide by ep 32", options("--trainers", "ep32")),
+    Row(PART, "--rollouts pp2", "'pp2' is neither tpN nor ep", options("--rollouts", "pp2")),
+    Row(PART, "--tp many", "--tp: invalid int value: 'many'", options("--tp", "many")),
+    Row(PART, "--lr nan", "--lr: must be a finite number above 0, got nan", options("--lr", "nan")),
+    Row(PART, "--temperature 0", "--temperature must be above 0 and finite, at least 1e-05, got 0.0", options("--temperature", "0")),
+    Row(PART, "--temperature 1e-6", "at least 1e-05, got 1e-06", options("--temperature", "1e-6")),
+    Row(PART, "rl --temperature 1e-6", "at least 1e-05, got 1e-06", options("--tp", "1", "--ep", "1", "--temperature", "1e-6", job=rl_main)),
+    Row(PART, "rl --samples 1", "--samples must be at least 2", options("--tp", "1", "--ep", "1", "--samples", "1", job=rl_main)),
+    Row(PART, "--model with spaces and other letters, not there", "--model no wäy 名: no such folder", options("--model", "no wäy 名")),
+    Row(PART, "--out that is a file", "--out file: is a file, not a folder", options("--out", "file")),
+    Row(PART, "--out on a disk that takes no files", "--out /proc/it: /proc cannot be written", options("--out", "/proc/it")),
+    Row(PART, "--out on a full disk", "MiB are free; set --out to a folder on a larger disk", on_a_full_disk),
+    Row(PART, "matrix_train --out that another run has", "another job is writing there; wait until it has ended", taken),
+    Row(PART, "--fp8", "unrecognized arguments: --fp8", options("--fp8")),
+    Row(START, "NPROC_PER_NODE=none", "NPROC_PER_NODE must be the number of ranks to start, got 'none'", started(NPROC_PER_NODE="none")),
+    Row(START, "MASTER_PORT=99999", "MASTER_PORT must be a whole number from 1 to 65535, got '99999'", started(**HOSTS | {"MASTER_PORT": "99999"})),
+    Row(START, "NODE_RANK=5 of two hosts", "NODE_RANK 5: with NNODES 2 hosts are numbered 0 to 1", started(**HOSTS | {"NODE_RANK": "5"})),
+    Row(START, "a port that another program has", "torchrun cannot bring the ranks together over 127.0.0.1", port_in_use),
+    Row(START, "a port where nobody listens", "torchrun cannot bring the ranks together over 127.0.0.1", closed_port),
+]
