@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,6 +19,9 @@ REPLACED = ("report.json", "logdiff.png", "metrics.jsonl", "rl.png")
 """Files that a job replaces in its folder."""
 REPORT_BYTES = 16 << 20
 """Of report, picture and logs; more than they take."""
+MADE = re.compile(r"(tiny|tiny-random|slice)-[0-9a-f]{12}")
+MOST_MADE = 16
+SPARED = 24 * 3600.0
 PATIENCE = 0.3
 """Seconds; another job that only looks whether a folder is free holds it for less."""
 
@@ -103,6 +107,21 @@ def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:
         scale, unit = (30, "GiB") if need >= 1 << 29 else (20, "MiB")
         sizes = f"{need / 2**scale:.1f} {unit} are needed, {free / 2**scale:.1f} {unit} are free"
         raise InputProblem(f"{folder}: {sizes}; set {option} to a folder on a larger disk")
+
+
+def forget_old(cache: Path, used: Path) -> None:
+    """Note that a checkpoint made here is ``used`` now, and remove the longest unused ones beyond ``MOST_MADE``; never one used within ``SPARED`` seconds,
+    which a job may be reading, and never anything else that lies in the cache.
+    """
+    with contextlib.suppress(OSError):  # a cache that cannot be written, or from which another job removes at this moment: it is only not smaller
+        if used.is_dir():
+            os.utime(used)
+        ages = {folder: folder.stat().st_mtime for folder in cache.iterdir() if MADE.fullmatch(folder.name) and not folder.is_symlink()}
+        for folder in sorted(ages, key=lambda folder: -ages[folder])[MOST_MADE:]:
+            if time.time() - ages[folder] > SPARED:
+                aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+                folder.rename(aside)  # at once: nobody finds half of it
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def nearest(folder: Path) -> Path:

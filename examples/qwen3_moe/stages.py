@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from examples.qwen3_moe import corpus, makers, prompts
-from examples.qwen3_moe.folders import require_room
+from examples.qwen3_moe.folders import forget_old, require_room
 from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
 from tio_megatron.contract import Contract
@@ -180,6 +180,7 @@ def _tiny(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequ
             options.cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=options.cache) as draft:
                 makers.make_random(start, raw, options.seed, tuple(corpus.save_tokenizer(tokenizer, Path(draft))))
+    forget_old(options.cache, folder)
     return Stage("tiny", folder, config, asked, options.rounds, options.train, longest, start, stream if start else None)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.qwen3_moe import corpus, makers, prompts, report
+from examples.qwen3_moe import corpus, folders, makers, prompts, report
 from examples.qwen3_moe.batches import steps
 from examples.qwen3_moe.children import Child, ChildFailed, InputProblem
 from examples.qwen3_moe.job import policy_weights
@@ -207,3 +207,24 @@ def test_the_last_line_counts():
     infinite = Comparison(1, 1, 1, float("inf"), 0, 0, differences=np.array([np.inf]))
     assert report.Pair("a", "b", infinite).to_dict()["max_abs"] == "inf"
     assert report.picture([report.Pair("a", "b", infinite)], [])
+
+
+def test_the_cache_keeps_what_was_used_last(tmp_path):
+    """Old checkpoints made here go, a young one that a job may read stays, and nothing else is touched."""
+    made = [tmp_path / f"tiny-{number:012x}" for number in range(20)]
+    others = [tmp_path / name for name in ("mine", "tiny-of-mine", "slice-123")]
+    for age, folder in enumerate([*made, *others]):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        os.utime(folder, (0, 1000 - age))
+    os.utime(made[19])
+    folders.forget_old(tmp_path, made[18])
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted(path.name for path in [*made[:14], made[18], made[19], *others])
+    for folder in made:
+        if folder.exists():
+            os.utime(folder)
+    for number in range(20, 30):
+        (tmp_path / f"slice-{number:012x}").mkdir()
+    folders.forget_old(tmp_path, made[0])
+    assert len(list(tmp_path.iterdir())) == 26 + len(others), "all were used today"

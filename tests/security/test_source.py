@@ -88,7 +88,11 @@ def faults(tree: ast.AST) -> Iterator[str]:
             yield "from_pretrained without trust_remote_code=False"
         if called.startswith("subprocess.") and node.args and not _is_list(node.args[0]):
             yield f"{called} of {ast.unparse(node.args[0])}, which is no list of words"
-        if last == "collective_rpc" and node.args and not (isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "method"):
+        if (
+            last == "collective_rpc"
+            and node.args
+            and not (isinstance(node.args[0], ast.Constant) or re.fullmatch(r"method|[A-Z_]+", ast.unparse(node.args[0])))
+        ):
             yield f"collective_rpc of {ast.unparse(node.args[0])}, which is no name: a function travels as a pickle"
         if (
             last in ("bind", "create_server")
