@@ -137,7 +137,7 @@ def window(case: Case, heads: Heads) -> tuple[str, list[str], str] | None:
     for name, out in zip("AB", chosen, strict=True):
         plain = [relative(usual[i], out[i]) for i in range(len(heads.rows))]
         first, errors = first_visible(heads, out)
-        moved = [i for i in range(len(heads.rows)) if int(first[i]) != int(heads.begin[i]) and float(errors[i]) < 0.25 * plain[i]]
+        moved = [i for i in range(len(heads.rows)) if int(first[i]) != int(heads.begin[i]) and float(errors[i]) < min(0.1, 0.25 * plain[i])]
         if len(moved) < max(1, len(heads.rows) // 2):
             continue
         earlier = [i for i in moved if first[i] < heads.begin[i]]
