@@ -33,6 +33,8 @@ DOCS        := $(VENV)-docs
 DOCS_DONE   := $(DOCS)/.tio-$(call hash,cat docs/site/requirements.txt)
 ASCEND      := $(VENV)-ascend
 ASCEND_DONE := $(ASCEND)/.tio-$(call hash,cat tests/npu/requirements.txt tests/npu/stub.py; echo $(CURDIR))
+VERL        := $(VENV)-verl
+VERL_DONE   := $(VERL)/.tio-$(call hash,cat $(LOCK) tests/verl/requirements.txt tests/verl/vllm_name.py; echo $(BUILT_FROM) $(CURDIR))
 # torch_npu's own start-up is off: it would run, and fail, in every import of torch
 IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 ASCEND_WHEEL=1 PYTHONPATH="$(CURDIR)"
 
@@ -64,7 +66,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -97,6 +99,13 @@ test-triton: setup  ## the Triton kernels alone: interpreted, and compiled for s
 test-ascend: $(ASCEND_DONE)  ## NPU calls against torch_npu's wheel, and our kernels through triton-ascend, without an NPU, in an environment of their own (.venv-ascend)
 	@$(IN_ASCEND) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_ASCEND) python -m tio_megatron.kernels.build
 	$(IN_ASCEND) python -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning tests/npu $(ARGS)
+
+verl: $(VERL_DONE)  ## GRPO in stock verl on this CPU, its metrics at 0, in an environment of its own (.venv-verl; into out/verl)
+	@PYTHON='$(abspath $(VERL)/bin)/python' bash launch/qwen3_moe_verl.sh out/verl $(ARGS)
+
+test-verl: $(VERL_DONE)  ## that job with and without the contract, and verl's own offloading, in the same environment; about 10 minutes
+	@$(VERL)/bin/python -m tio_megatron.kernels.build >/dev/null
+	PATH="$(abspath $(VERL)/bin):$$PATH" $(VERL)/bin/python -m pytest tests/verl $(ARGS)
 
 remake-ascend: $(ASCEND_DONE)
 	@$(IN_ASCEND) python -m tests.npu.snapshot
@@ -166,6 +175,25 @@ $(ASCEND_DONE):
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ASCEND)/bin/python tests/npu/stub.py $(ASCEND)/cann >/dev/null
 	touch '$@'
 	rm -f $(ASCEND)/.tio-unfinished
+
+$(VERL_DONE):
+	@$(HELPERS)
+	need
+	if [ -d $(VERL) ] && ! ls $(VERL)/.tio-* >/dev/null 2>&1; then die "'$(VERL)' was not made by this Makefile: move it away"; fi
+	mkdir -p $(VERL)
+	touch $(VERL)/.tio-unfinished
+	need_disk $(VERL)
+	find $(VERL) -mindepth 1 -maxdepth 1 ! -name '.tio-unfinished' -exec rm -rf {} +
+	mkdir -p "$(WHEELS)"
+	$(PYTHON) -m venv $(VERL)
+	say "installing $(LOCK) and verl into $(VERL), some minutes"
+	$(VERL)/bin/python -m pip install -q --disable-pip-version-check --find-links "$(WHEELS)" --constraint $(LOCK) "$$(grep -E '^torch==' $(LOCK))"
+	grep -v '^torch==' $(LOCK) > $(VERL)/lock.txt
+	$(VERL)/bin/python -m pip install -q --disable-pip-version-check --no-deps --find-links "$(WHEELS)" -r $(VERL)/lock.txt -r tests/verl/requirements.txt
+	$(VERL)/bin/python tests/verl/vllm_name.py
+	$(VERL)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch '$@'
+	rm -f $(VERL)/.tio-unfinished
 
 clean:  ## remove what was built and measured; .venv and the wheels stay
 	@rm -rf build dist out ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/package-*

@@ -166,3 +166,18 @@ def test_any_padding_gives_the_input_gradient_of_one_rank(vocab, runs, ranks):
         assert_same_bytes(expected, got)
     whole = linear.matmul(dy[..., :vocab].reshape(24, -1), weight.t()).view_as(expected)
     assert first_mismatch(expected, whole) is not None, "negative control: one leaf is another sum"
+
+
+def test_logits_may_be_divided_in_place_before_the_loss():
+    """As verl does with its temperature: autograd refuses that for a view made inside a function."""
+    weight, ids, x, g = values()
+
+    def gradients(divide):
+        own, shard = shard_of(weight, 1, V, 0)
+        inside = x.clone().requires_grad_()
+        logits = divide(vocab_logits(inside, own.requires_grad_(), shard))
+        vocab_logprob(logits, ids, shard).backward(g)
+        return inside.grad, own.grad
+
+    for ours, theirs in zip(gradients(lambda logits: logits.div_(0.7)), gradients(lambda logits: logits / 0.7), strict=True):
+        assert_same_bytes(ours, theirs, "gradient")

@@ -123,7 +123,8 @@ def vocab_logits(
     Returns:
         ``[S, B, VL]`` fp32; columns of padding rows hold anything.
     """
-    return _Logits.apply(x, weight, shard, group, sequence_parallel, batch)
+    rows = _Logits.apply(x, weight, shard, group, sequence_parallel, batch)
+    return rows.view(-1, *x.shape[1:-1], rows.shape[-1])
 
 
 def at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -236,11 +237,15 @@ class _Logits(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.shard, ctx.group, ctx.sequence_parallel, ctx.batch = shard, group, sequence_parallel, batch
-        return linear_kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=1, out_dtype=torch.float32)
+        whole = gathered(x, group, sequence_parallel)
+        ctx.shape = whole.shape[:-1]
+        # A flat list of rows, no view of it: trainers divide logits by the temperature in place, which autograd refuses for a view made here.
+        return linear_kernel.linear(whole.reshape(-1, whole.shape[-1]), weight, leaves=1, out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
+        dy = dy.view(*ctx.shape, dy.shape[-1])
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = _input_grad(dy, weight, ctx.shard, ctx.group, ctx.sequence_parallel, x.dtype)
