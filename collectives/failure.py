@@ -190,7 +190,8 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
     away = [rank for rank in silent if states[rank] in ("gone", "stopped")]
     if not away and not heard.reached:
         here = heard.who.get(known.rank)
-        away = [rank for rank in lost if here is None or rank not in heard.who or heard.who[rank].network != here.network] or lost
+        # Who is in this rank's own network is no worse off than it is itself.
+        away = [rank for rank in others if here is not None and rank in heard.who and heard.who[rank].network != here.network] or lost
         who = "; ".join(_silence(rank, heard.who.get(rank), states.get(rank, "unknown")) for rank in away[:_SHOWN])
         return tuple(away), f"{who}; nor does the store that brought the ranks together: is this host's network up, and the first host's?"
     if away or silent:

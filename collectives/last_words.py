@@ -25,7 +25,9 @@ LIMIT = 600
 """Most characters of a rank's last words."""
 
 _POLL = 0.02
-_WHO, _WORDS = "tio_megatron/who/", "tio_megatron/words/"
+_START = f"tio_megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_WHO, _WORDS = f"{_START}/who/", f"{_START}/words/"
+"""Of this start: torchrun's store outlives the ranks that it restarts."""
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,7 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         try:
             if "RANK" in os.environ:
-                choose_interface()
-                _find_first()
-                dist.init_process_group("gloo", timeout=timedelta(seconds=failure.patience()))
+                join(timedelta(seconds=failure.patience()))
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
                 dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
@@ -124,6 +122,22 @@ class World:
             dist.destroy_process_group()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def join(limit: timedelta) -> None:
+    """Make the default group of the ranks that were started with this one; over again after each of torchrun's restarts.
+
+    torchrun keeps one store for all starts, and gloo would find there the addresses of ranks that have ended; so each start has its own part of it.
+
+    Raises:
+        DistError, ValueError: a rank has not come within ``limit``, or cannot be reached.
+    """
+    choose_interface()
+    _find_first()
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    own = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
 
 
 def _find_first() -> None:
