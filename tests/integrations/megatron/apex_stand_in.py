@@ -42,6 +42,30 @@ def multi_tensor_applier(function, overflow, lists, *args):
     note("multi_tensor_applier")
     return function(overflow, lists, *args)
 """,
+    "fused_weight_gradient_mlp_cuda.py": """
+from stand_in_notes import note
+
+def wgrad_gemm_accum_fp32(inputs, outputs, main_grad):
+    note("wgrad_gemm_accum_fp32")
+    main_grad.add_((outputs.float().t() @ inputs.float()))
+""",
+    "apex/normalization/__init__.py": "",
+    "apex/normalization/fused_layer_norm.py": """
+from stand_in_notes import note
+
+class FusedLayerNormAffineFunction:
+    @staticmethod
+    def apply(*args):
+        note("FusedLayerNormAffineFunction")
+        raise RuntimeError("a stand-in has no norm")
+""",
+    "scaled_masked_softmax_cuda.py": """
+from stand_in_notes import note
+
+def get_batch_per_block(*args):
+    note("scaled_masked_softmax")
+    return 1 << 30
+""",
     "amp_C.py": """
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
@@ -76,6 +100,46 @@ def steps(rank, ordered):
         parallel_state.destroy_model_parallel()
 
 
+def whole_model(rank, ordered):
+    """A forward and a backward pass with the options that would take apex's norms, softmax and accumulation of weight gradients."""
+    import contextlib
+
+    import stand_in_notes
+    import te_cases
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    import tio_megatron as tio
+    from tio_megatron.integrations.megatron import cpu_device
+
+    stand_in_notes.WHERE = "ordered" if ordered else "stock"
+    assert layers._grad_accum_fusion_available
+    plain = te_cases.config
+
+    def config(*args):
+        made = plain(*args)
+        made.gradient_accumulation_fusion = made.masked_softmax_fusion = True
+        return made
+
+    te_cases.config = config
+    if not ordered:
+        transformer_block.LayerNormImpl = WrappedTorchNorm  # apex's has no RMSNorm
+    with cpu_device.enabled():
+        parallel_state.initialize_model_parallel(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        with tio.apply(vocab_size=1000) if ordered else contextlib.nullcontext():
+            made = te_cases.model(0, False, te=False)
+            ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), made)
+            tokens = torch.randint(1000, (2, 33), generator=torch.Generator().manual_seed(1))
+            ddp.zero_grad_buffer()
+            mask = torch.ones(1, 1, 32, 32).triu(1).bool()
+            ddp(tokens[:, :-1], torch.arange(32).expand(2, -1), mask, labels=tokens[:, 1:]).sum().backward()
+
+
 def main():
     folder = Path(sys.argv[1])
     for name, text in PACKAGE.items():
@@ -90,6 +154,7 @@ def main():
 
     for ordered in (True, False):
         run_ranks(1, steps, ordered, timeout=100)
+        run_ranks(1, whole_model, ordered, timeout=100)
 
 
 if __name__ == "__main__":

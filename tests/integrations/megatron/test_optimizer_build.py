@@ -209,11 +209,11 @@ STAND_IN = Path(__file__).with_name("apex_stand_in.py")
 
 
 def test_nothing_of_an_importable_apex_is_called(tmp_path):
-    """With its control: stock takes Adam, the norm and the scaling from there."""
+    """With its control: stock takes Adam, the norm, the scaling, the softmax's block size and the accumulation of weight gradients from there."""
     done = subprocess.run([sys.executable, "-W", "ignore", str(STAND_IN), str(tmp_path)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     called = {path.name: set(path.read_text().split()) for path in tmp_path.iterdir() if path.suffix == "" and path.is_file()}
-    assert called == {"stock": {"FusedAdam", "FusedAdam.step", "multi_tensor_applier"}}
+    assert called == {"stock": {"FusedAdam", "FusedAdam.step", "multi_tensor_applier", "scaled_masked_softmax", "wgrad_gemm_accum_fp32"}}
 
 
 def test_clipping_is_one_product():

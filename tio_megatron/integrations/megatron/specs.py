@@ -63,7 +63,7 @@ def convert(
         spec = spec.submodules
     if isinstance(spec, ModuleSpec):
         # A bare layer spec leaves the final norm to megatron-core, which takes Transformer Engine's where that is installed.
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, **_stage(vp_stage, pp_rank)), layer_norm=te_forms.RMSNormForm)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, **_stage(vp_stage, pp_rank)), layer_norm=_final_norm(spec))
     if not isinstance(spec, TransformerBlockSubmodules):
         raise ValueError(f"layer spec: {type(spec).__name__} is not supported; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")
     converted: dict[int, ModuleSpec] = {}
@@ -72,6 +72,14 @@ def convert(
             converted[id(layer)] = _layer(layer, config)
     norm = None if spec.layer_norm is None else _part(spec.layer_norm, "final norm")
     return TransformerBlockSubmodules(layer_specs=[converted[id(layer)] for layer in spec.layer_specs], layer_norm=norm)
+
+
+def _final_norm(layer: ModuleSpec) -> type:
+    """Of a model whose layers are ``layer``: under Transformer Engine's names where theirs are."""
+    attention = getattr(getattr(layer.submodules, "self_attention", None), "submodules", None)
+    first = part_class(getattr(attention, "linear_qkv", None))
+    on_te = bool(te_forms.named(first)) or first is te_forms.NormColumnLinearForm
+    return te_forms.RMSNormForm if on_te else modules.OrderedRMSNorm
 
 
 def _stage(vp_stage: int | None, pp_rank: int | None) -> dict[str, int | None]:
