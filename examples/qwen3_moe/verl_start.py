@@ -19,12 +19,15 @@ END = "<|im_end|>"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """verl's reward function (``reward.custom_reward_function``): the share of places that are right.
+    """verl's reward function (``reward.custom_reward_function``): nine tenths for the share of places that are right, one tenth for the share
+    of characters that a task's words are made of, so that answers of a model that knows nothing differ too.
 
-    >>> compute_score("sort", " a b d<|im_end|>", " a b c")
-    0.6666666666666666
+    >>> round(compute_score("sort", " a b d<|im_end|>", " a b c"), 6), compute_score("sort", "x!", " a b c")
+    (0.7, 0.0)
     """
-    return tasks.grade(tasks.Task("", ground_truth), solution_str.replace(END, ""))
+    response = solution_str.replace(END, "")
+    known = sum(character in " 0123456789" + tasks.LETTERS for character in response)
+    return 0.9 * tasks.grade(tasks.Task("", ground_truth), response) + 0.1 * known / max(1, len(response))
 
 
 def dense_config(layers: int) -> dict[str, Any]:
