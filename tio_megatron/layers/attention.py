@@ -28,14 +28,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
         return _Attention.apply(q, k, v, _covering(cu_seqlens, q.shape[0]), scale)
     length, batch = q.shape[:2]
     rows = [t.transpose(0, 1).reshape(batch * length, *t.shape[2:]) for t in (q, k, v)]
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length
     out = _Attention.apply(*rows, cu_seqlens, scale)
     return out.view(batch, length, *q.shape[2:]).transpose(0, 1)
 
 
 def _covering(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """``cu_seqlens`` as int32, with the tokens behind the last sequence as one more."""
-    cu_seqlens = cu_seqlens.to(torch.int32)
+    """``cu_seqlens`` as int32 on the host, where some kernels read it, with the tokens behind the last sequence as one more."""
+    cu_seqlens = cu_seqlens.to("cpu", torch.int32)
     last = int(cu_seqlens[-1])
     if last > tokens:
         raise ValueError(f"attention: cu_seqlens ends at {last}, but there are {tokens} tokens")

@@ -157,7 +157,7 @@ def _run(
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``tio::attention``."""
-    q, k, v, cu_q, cu_k = dense_last(q), dense_last(k), dense_last(v), cu_q.contiguous(), cu_k.contiguous()
+    q, k, v, cu_q, cu_k = dense_last(q), dense_last(k), dense_last(v), *(starts.contiguous().to(q.device, non_blocking=True) for starts in (cu_q, cu_k))
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     _run(q, k, v, o, lse, cu_q, cu_k, cu_k[1:] - cu_k[:-1], scale, k.shape[1], None)
     return o, lse

@@ -185,7 +185,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``tio::attention_backward``."""
     do, q, k, v, o = (dense_last(tensor) for tensor in (do, q, k, v, o))
-    lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+    lse, cu_q, cu_k = lse.contiguous(), *(starts.contiguous().to(q.device, non_blocking=True) for starts in (cu_q, cu_k))
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
     (tokens, heads, size), (keys, groups, _) = q.shape, k.shape
     delta, sequences, group = lse.new_empty(lse.shape), cu_q.shape[0] - 1, heads // groups

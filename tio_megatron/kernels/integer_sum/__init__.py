@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tio_megatron.kernels.integer_sum import cpu
 from tio_megatron.kernels.integer_sum.form import FIRST_UNIT, LEAST_SPLIT, MOST_SPLIT, UNITS, IntegerSum, split_for, untouched_zeros
-from tio_megatron.kernels.operands import check_activations, check_device, check_dtype, check_shape, require
+from tio_megatron.kernels.operands import FLOATS, check_activations, check_device, check_dtype, check_shape, require
 
 __all__ = ["FIRST_UNIT", "IntegerSum", "add_norm_terms", "add_products", "add_rows", "split_for", "untouched_zeros", "value"]
 
@@ -39,7 +39,7 @@ def add_products(
         ValueError: shapes, types, devices, ``starts``, ``of`` or ``order`` do not fit; nothing has been added then.
     """
     targets = [sums] if isinstance(sums, IntegerSum) else list(sums)
-    check_activations("add_products", {"dy": dy})
+    check_dtype("add_products", "dy", dy, *FLOATS)  # on an accelerator too: gradients of logits are fp32
     check_activations("add_products", {"x": x})
     require(dy.dim() == 2 and x.dim() == 2 and dy.shape[0] == x.shape[0], "add_products", f"{list(dy.shape)} and {list(x.shape)} are not [R, N] and [R, K]")
     require(bool(targets), "add_products", "at least one sum is needed")
