@@ -100,3 +100,15 @@ def test_the_family_loads_where_there_is_no_gpu():
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("[] "), f"operators without a Triton kernel: {done.stdout}{done.stderr}"
     assert kernels.version("triton-sm90") in done.stdout and " " not in kernels.version("triton-sm90")
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["triton", "npu"])
+def test_no_byte_of_another_family_changes_unseen(family: str) -> None:
+    """``tests/golden/triton.txt`` and ``npu.txt``: the definitions, interpreted and by CPU twins. tests/golden/families.py says how to remake them."""
+    code = f"from tests.golden import families as f; found, known = f.hashes({family!r}), f.read({family!r}); assert len(known) > 30; "
+    code += "print(sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name)))"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "[]", f"other bytes: {done.stdout}"
