@@ -20,6 +20,7 @@ from training_rows import CONTRACT, folder  # noqa: E402
 from examples.qwen3_moe.training import Recipe, Training, parse  # noqa: E402
 from tio_megatron.collectives import all_reduce, reduce_scatter  # noqa: E402
 from tio_megatron.contract import ReductionTree  # noqa: E402
+from tio_megatron.integrations.megatron.scoring import token_logprobs  # noqa: E402
 from tio_megatron.kernels.math import tree_add  # noqa: E402
 
 
@@ -51,12 +52,24 @@ def sums(sizes: list[int]) -> dict[str, str]:
     return found
 
 
+def scored(run: Training) -> str:
+    """The digest of the log-probabilities of some sequences; the last pipeline stage has them."""
+    made = torch.Generator().manual_seed(7)
+    sequences = [torch.randint(0, run.config.shape.vocab, (length,), generator=made).tolist() for length in (5, 33, 18, 2)]
+    scores = token_logprobs(run.model, sequences)
+    mine = None if scores is None else digest(torch.cat(scores.logprobs))
+    everybody: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    (one,) = {found for found in everybody if found is not None}
+    return one
+
+
 def trained(words: str, steps: int, ordered: bool = True) -> str:
-    """The digest of everything trained in one layout; all ranks agree on it."""
+    """The digest of everything trained in one layout, and (under the contract) of log-probabilities afterwards; all ranks agree on them."""
     run = Training(Recipe(folder("moe"), steps=steps, warmup=1, lr=5e-3), parse(words), CONTRACT if ordered else None)
     for _ in range(steps):
         run.step()
-    made = run.sha256()
+    made = run.sha256() + (f" log-probabilities {scored(run)}" if ordered else "")
     run.close()
     return made
 
