@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = '''
+JOB = """
 import json, multiprocessing, os, time
 
 def child(queue):
@@ -38,7 +38,7 @@ def main(argv):
     while len(os.listdir(os.environ["SEEN"])) < int(seen["WORLD_SIZE"] or 1) and time.monotonic() < deadline:
         time.sleep(0.02)
     return int(os.environ.get("EXIT", "0"))
-'''
+"""
 
 
 class Checkout:
