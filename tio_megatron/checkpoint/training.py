@@ -19,7 +19,7 @@ from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
-from tio_megatron.contract.messages import shown
+from tio_megatron.contract.messages import LONGEST, cut, shown
 
 STATE = "state.json"
 LATEST = "latest"
@@ -235,17 +235,17 @@ def damaged_files(folder: Path, files: Mapping[str, Mapping[str, Any]], names: I
     """
     lines = []
     for name in files if names is None else names:
-        path = folder / name
+        path, short = folder / name, cut(name, LONGEST)
         try:
             size, wanted = path.stat().st_size, files[name]["bytes"]
             if size != wanted:
-                lines.append(f"{name} has {size} bytes, {wanted} were written")
+                lines.append(f"{short} has {size} bytes, {wanted} were written")
             elif _sha256(path) != files[name]["sha256"]:
-                lines.append(f"{name} was altered (its sha256 differs)")
+                lines.append(f"{short} was altered (its sha256 differs)")
         except FileNotFoundError:
-            lines.append(f"{name} is missing")
+            lines.append(f"{short} is missing")
         except OSError as error:
-            lines.append(f"{name} cannot be read ({error})")
+            lines.append(f"{short} cannot be read ({error.strerror or error})")
     return lines
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tio_megatron.contract.messages import shown
+
 
 @dataclass(frozen=True)
 class Family:
@@ -77,5 +79,5 @@ def family(name: str) -> Family:
         ValueError: no such family.
     """
     if name not in FAMILIES:
-        raise ValueError(f"contract: unknown kernel family {name!r}; known are {sorted(FAMILIES)}")
+        raise ValueError(f"contract: unknown kernel family {shown(name)}; known are {sorted(FAMILIES)}")
     return FAMILIES[name]
