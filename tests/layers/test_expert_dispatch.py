@@ -1,5 +1,7 @@
 """Both ways of moving tokens to experts, between real processes, with any number of tokens on each rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +100,17 @@ def test_a_plan_covers_each_choice_once():
             assert_same_bytes(rows, (ids == e).any(1).nonzero().squeeze(1), f"tokens of expert {e}, ascending")
         seen += plan.index >= 0
     assert_same_bytes(seen, (ids >= 0).long(), "choices")
+
+
+def test_a_plan_of_every_choice_asks_nothing_and_is_the_same():
+    ids = problem(40)[4]
+    with mock.patch.object(torch.Tensor, "tolist", side_effect=AssertionError("asked")), mock.patch.object(torch.Tensor, "nonzero", None):
+        known = plan_rows(ids, 0, E, every=True)
+        with pytest.raises(AssertionError, match="asked"):
+            plan_rows(ids, 0, E)
+    asked = plan_rows(ids, 0, E)
+    for part in ("token", "index", "offsets"):
+        assert_same_bytes(getattr(known, part), getattr(asked, part), part)
 
 
 def test_chunks_sort_by_expert_and_back():

@@ -98,9 +98,10 @@ class AllToAll:
         counts = all_gather(self.plan.counts.unsqueeze(0), groups.all).view(ep, etp, groups.experts)
         here = counts[:, :, groups.lo : groups.hi].transpose(0, 1)
         self.counts = here.sum(dim=(0, 1))
-        self._sent = self.plan.counts.view(ep, groups.run).sum(1).tolist()
-        self._received = here[_rank(groups.etp)].sum(1).tolist()
-        self._gathered = here.sum(dim=(1, 2)).tolist()
+        sizes = torch.stack([self.plan.counts.view(ep, groups.run).sum(1), here[_rank(groups.etp)].sum(1)])
+        # One question to the device for all sizes of the moves.
+        known = torch.cat([sizes.flatten(), here.sum(dim=(1, 2))]).tolist()
+        self._sent, self._received, self._gathered = known[:ep], known[ep : 2 * ep], known[2 * ep :]
         self._order = chunk_order(here.reshape(-1, groups.run)) if ep * etp > 1 else None
 
     @property

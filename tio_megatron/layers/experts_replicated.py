@@ -38,7 +38,7 @@ def experts_replicated(
 
     Args:
         x: [T, H] bf16 or fp32, all tokens.
-        ids: [T, k] int64, ascending expert ids.
+        ids: [T, k] int64, ascending expert ids; no padding.
         probs: [T, k] fp32.
         w13, w2: this rank's experts ``[lo, hi)``: gate and up [hi - lo, 2 I, H], down [hi - lo, H, I] (I is this rank's slice with
             ``etp_group``).
@@ -62,7 +62,7 @@ def experts_replicated(
             raise ValueError(f"experts [{lo}, {hi}) are none of the group's spans {list(spans or ())}")
     elif (lo, hi) != (0, experts):
         raise ValueError(f"experts [{lo}, {hi}) of {experts} without a group that holds the others")
-    plan = plan_rows(ids, lo, hi)
+    plan = plan_rows(ids, lo, hi, every=ep_group is None)  # then nothing waits for the device
     rows = expert_mlp(x.index_select(0, plan.token), plan.offsets, w13, w2, leaves=leaves, group=etp_group)
     nodes = expert_nodes(rows, plan.index, ids, probs, experts=experts, lo=lo, hi=hi)
     root = nodes[0] if ep_group is None else collectives.all_reduce_nodes(nodes, frontiers, ReductionTree(experts), ep_group)

@@ -52,8 +52,8 @@ def _ours(stack: ExitStack, run: Any, experts: Any, here: str, sizes: Any) -> No
             _choice(run, here, ids, probabilities)
             return ids, probabilities
 
-        def plan_rows(ids: torch.Tensor, lo: int, hi: int) -> Any:
-            plan = planned(ids, lo, hi)
+        def plan_rows(ids: torch.Tensor, lo: int, hi: int, **kwargs: Any) -> Any:
+            plan = planned(ids, lo, hi, **kwargs)
             slots = torch.zeros(plan.rows, dtype=torch.int64)
             token, slot = (plan.index >= 0).nonzero(as_tuple=True)
             slots[plan.index[token, slot]] = slot
