@@ -65,4 +65,5 @@ FLASH_SCHEMAS = (
     "bool is_causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0.0, bool deterministic=False, "
     "SymInt sm_margin=0) -> Tensor",
 )
-"""Those of flash-attention-npu (``flash_attn_npu_v3``, 910B), as its public Python interface declares them. No wheel of it was at hand to compare."""
+"""Those of flash-attention-npu (``flash_attn_npu_v3``, 910B), as its public Python interface declares them at revision 23653bb
+(``tests/kernels/npu/test_flash_sources.py`` compares). No wheel of it was at hand."""
