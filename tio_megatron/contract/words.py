@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tio_megatron.contract.layout import Layout
+from tio_megatron.contract.messages import shown
 
 DISPATCHERS = ("alltoall", "allgather")
 
@@ -53,14 +54,16 @@ class TrainerLayout:
         """
         fields: dict[str, int | bool | str] = {}
         for word in re.split(r"[+,\s]+", text.strip().lower()):
-            if sized := re.fullmatch(r"(tp|ep|etp|pp|cp|dp)(\d+)", word):
+            if sized := re.fullmatch(r"(tp|ep|etp|pp|cp|dp)(\d{1,9})", word, re.ASCII):
+                if sized[1] in fields:
+                    raise ValueError(f"layout {shown(text)}: {sized[1]} is given twice")
                 fields[sized[1]] = int(sized[2])
             elif word in ("sp", "nosp"):
                 fields["sp"] = word == "sp"
             elif word in DISPATCHERS:
                 fields["dispatcher"] = word
             else:
-                raise ValueError(f"layout {text!r}: {word!r} is none of tpN, epN, etpN, ppN, dpN, sp, {', '.join(DISPATCHERS)}; example: tp2+ep2+sp")
+                raise ValueError(f"layout {shown(text)}: {shown(word)} is none of tpN, epN, etpN, ppN, dpN, sp, {', '.join(DISPATCHERS)}; example: tp2+ep2+sp")
         return cls.of(**fields)  # type: ignore[arg-type]
 
     @property
@@ -96,16 +99,20 @@ class RolloutLayout:
         Raises:
             ValueError: an unknown word.
         """
-        tp, expert_parallel = 1, False
+        tp: int | None = None
+        expert_parallel, asked = False, ""
         for word in re.split(r"[+,\s]+", text.strip().lower()):
-            if sized := re.fullmatch(r"tp([1-9]\d*)", word):
+            if sized := re.fullmatch(r"tp([1-9]\d{0,8})", word, re.ASCII):
+                if tp is not None:
+                    raise ValueError(f"rollout layout {shown(text)}: tp is given twice")
                 tp = int(sized[1])
-            elif re.fullmatch(r"ep\d*", word):
-                expert_parallel = True
-                if word != "ep" and int(word[2:]) != tp:
-                    raise ValueError(f"rollout layout {text!r}: vLLM spreads experts over its tp ranks, so ep is tp ({tp}); write tp{tp}+ep")
+            elif re.fullmatch(r"ep\d{0,9}", word, re.ASCII):
+                expert_parallel, asked = True, word[2:]
             else:
-                raise ValueError(f"rollout layout {text!r}: {word!r} is neither tpN nor ep; example: tp2+ep")
+                raise ValueError(f"rollout layout {shown(text)}: {shown(word)} is neither tpN nor ep; example: tp2+ep")
+        tp = tp or 1
+        if asked and int(asked) != tp:
+            raise ValueError(f"rollout layout {shown(text)}: vLLM spreads experts over its tp ranks, so ep is tp ({tp}); write tp{tp}+ep")
         return cls(tp, expert_parallel)
 
     @property

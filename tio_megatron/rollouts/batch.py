@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.messages import shown
 from tio_megatron.rollouts.errors import StoreError
 
 Plain: TypeAlias = str | int | float | bool | None
@@ -56,17 +57,17 @@ class About:
     def __post_init__(self) -> None:
         for name in ("contract", "kernels", "weights", "source"):
             if not isinstance(getattr(self, name), str):
-                raise StoreError(f"about: {name} must be text, got {getattr(self, name)!r}")
+                raise StoreError(f"about: {name} must be text, got {shown(getattr(self, name))}")
         if self.step is not None and (isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0):
-            raise StoreError(f"about: step must be a whole number from 0 on or None, got {self.step!r}")
+            raise StoreError(f"about: step must be a whole number from 0 on or None, got {shown(self.step)}")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float) or not 0 < self.temperature < math.inf:
-            raise StoreError(f"about: temperature must be above 0 and finite, got {self.temperature!r}")
+            raise StoreError(f"about: temperature must be above 0 and finite, got {shown(self.temperature)}")
         if not isinstance(self.extra, Mapping):
-            raise StoreError(f"about: extra must be plain values by name, got {self.extra!r}")
+            raise StoreError(f"about: extra must be plain values by name, got {shown(self.extra)}")
         for name, value in self.extra.items():
             plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
             if not isinstance(name, str) or not plain:
-                raise StoreError(f"about: extra[{name!r}] must be text, a finite number, true, false or null, got {value!r}")
+                raise StoreError(f"about: extra[{shown(name)}] must be text, a finite number, true, false or null, got {shown(value)}")
 
     def to_json(self) -> str:
         """One line, the same for equal contents."""
@@ -86,7 +87,10 @@ class About:
         names = {each.name for each in fields(cls)}
         if not isinstance(held, dict) or held.keys() != names:
             raise StoreError(f"{where}: 'about' must be an object of {', '.join(sorted(names))}")
-        return cls(**held)
+        try:
+            return cls(**held)
+        except (StoreError, OverflowError) as error:
+            raise StoreError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)

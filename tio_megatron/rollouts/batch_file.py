@@ -103,10 +103,10 @@ def _head(first: bytes, rest: bytes, size: int, where: str) -> Head:
     wrong = sorted(header.keys() - ARRAYS.keys()) + [name for name in ARRAYS if name not in header and name not in OPTIONAL]
     wrong += [name for name, entry in header.items() if name in stored and (not isinstance(entry, dict) or entry.get("dtype") != stored[name])]
     if wrong:
-        raise StoreError(f"{where}: {wrong[0]!r} is unknown, missing, or of another type than {FORMAT!r} has")
+        raise StoreError(f"{where}: {shown(wrong[0])} is unknown, missing, or of another type than {FORMAT!r} has")
     shape = header["lengths"].get("shape")
     typed = type(said["number"]) is int and all(isinstance(said[name], str) for name in ("before", "contents", "about"))
-    if not (typed and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
+    if not (typed and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and 0 < shape[0] <= size):
         raise StoreError(f"{where}: a damaged header (lengths of the shape {shown(shape)}, number {shown(said['number'])})")
     return Head(said["number"], said["before"], said["contents"], About.from_json(said["about"], where), shape[0])
 

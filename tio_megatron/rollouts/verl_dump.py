@@ -9,12 +9,13 @@ so in its ``source`` and holds no log-probabilities, so it cannot be taken for a
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tio_megatron.contract.messages import shown
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.errors import StoreError
 
@@ -113,10 +114,10 @@ def _row(entry: dict[str, Any], encode: Encode | None, field: str | None, where:
     if values is not None and len(values) != len(response):
         raise StoreError(f"{where}: {len(values)} log-probabilities for {len(response)} tokens of the response")
     reward, step = entry.get("score"), entry.get("step")
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise StoreError(f"{where}: score {reward!r} is no finite number")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max):
+        raise StoreError(f"{where}: score {shown(reward)} is no finite number")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise StoreError(f"{where}: step {step!r} is no whole number from 0 on")
+        raise StoreError(f"{where}: step {shown(step)} is no whole number from 0 on")
     return {"prompt": prompt, "response": response, "logprobs": values, "reward": reward, "step": step, "again": again}
 
 

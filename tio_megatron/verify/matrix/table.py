@@ -54,16 +54,16 @@ class Side:
         engine, _, words = rest.strip().partition(" ")
         words = words.strip().replace(" ", "+")
         if engine not in ENGINES:
-            raise ValueError(f"side {text!r}: {engine!r} is none of {', '.join(ENGINES)}; example: stock megatron tp2+ep2")
+            raise ValueError(f"side {shown(text)}: {shown(engine)} is none of {', '.join(ENGINES)}; example: stock megatron tp2+ep2")
         if engine == "hf":
             if words and words not in DTYPES:
-                raise ValueError(f"side {text!r}: {words!r} is none of {', '.join(DTYPES)}")
+                raise ValueError(f"side {shown(text)}: {shown(words)} is none of {', '.join(DTYPES)}")
             return cls(engine, words)
         words = words or "tp1"
         made = cls(engine, words, bool(stock))
         layout = made.layout
         if made.stock and layout is not None and (layout.pp > 1 or layout.cp > 1):
-            raise ValueError(f"side {text!r}: stock Megatron is scored without pipeline stages and context parallelism; pp1 and cp1 would work")
+            raise ValueError(f"side {shown(text)}: stock Megatron is scored without pipeline stages and context parallelism; pp1 and cp1 would work")
         return made
 
     @property
@@ -125,7 +125,10 @@ class Table:
         plugged = [side.layout for side in (*trainers, *rollouts) if side.layout is not None and not side.stock]
         contract = read(data["contract"]).contract if data.get("contract") is not None else Contract.for_layouts(*(plugged or [Layout()]))
         for layout in plugged:
-            contract.check(layout, config.shape)
+            try:
+                contract.check(layout, config.shape)
+            except ValueError as error:
+                raise ValueError(f"{path}: {cut(str(error), 1000)}") from None
         return cls(model, _tokens(path, data.get("tokens", {}), config, data.get("limit", 16)), trainers, rollouts, contract)
 
 
