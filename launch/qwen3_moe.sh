@@ -61,7 +61,7 @@ def start_torchrun(argv: list[str]) -> int:
         if "NPROC_PER_NODE" not in os.environ and needed % place.count:
             raise ValueError(f"layout {options.trainer} has {needed} ranks, which do not divide by {place.count} hosts; set NPROC_PER_NODE, or choose another layout")
         count = os.environ.get("NPROC_PER_NODE") or str(needed // place.count)
-        if not count.isdecimal() or int(count) < 1:
+        if not (count.isascii() and count.isdecimal()) or int(count) < 1:
             raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {needed // place.count}")
         options = parse(words, int(count) * place.count)
 
@@ -101,8 +101,10 @@ def start_torchrun(argv: list[str]) -> int:
             return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
         except (RendezvousError, DistError) as problem:
             waited = f"; waited {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
-            why = (str(problem).splitlines() or [type(problem).__name__])[0]
-            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", 2)
+            cause = problem.__cause__ or problem.__context__ or problem
+            why = (str(cause).splitlines() or [type(cause).__name__])[0]
+            here = f"; is {place.address} this host's, and its port {place.port} free?" if place.many and place.rank == 0 else ""
+            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}{here}", 2)
     return 0
 
 

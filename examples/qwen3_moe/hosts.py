@@ -118,7 +118,7 @@ def _number(environ: Mapping[str, str], name: str, other: str | None, *, least: 
     for variable in (name, other):
         text = environ.get(variable, "") if variable else ""
         if text:
-            if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
                 limits = f"at least {least}" if most is None else f"from {least} to {most}"
                 raise ValueError(f"{variable} must be a whole number {limits}, got {text!r}")
             return int(text)

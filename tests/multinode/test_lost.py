@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import netns_hosts as network
 import pytest
+from loud import skip_outside_ci
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = str(ROOT / "tests" / "support" / "lost_ranks.py")
@@ -22,8 +22,7 @@ LACKING = network.missing()
 @pytest.fixture(autouse=True)
 def _needed() -> None:
     if LACKING:
-        warnings.warn(f"{LACKING}: tests over several hosts are SKIPPED", stacklevel=2)
-        pytest.skip(LACKING)
+        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 def told(folder: Path, harm, ranks: set[int]) -> dict[int, dict]:

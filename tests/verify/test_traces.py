@@ -193,3 +193,20 @@ def test_a_large_trace_opens_quickly_and_in_little_memory(layers, tmp_path):
     assert done.returncode == 0, done.stderr
     verdict, seconds, mib = done.stdout.split("|")
     assert verdict.startswith(f"unknown at layers.{layers - 1}.o_proj") and float(seconds) < 5 and float(mib) < 1024, (done.stdout, time.monotonic() - start)
+
+
+@pytest.mark.parametrize("name", ["sketches", "values", "weights"])
+def test_a_file_that_is_cut_off_is_said_though_nobody_reads_it(tmp_path, name):
+    import torch
+
+    from tio_megatron.verify.traces import TraceWriter, open_trace
+
+    with TraceWriter(tmp_path / "t", [[1, 2, 3]], engine="mine", shape={"layers": 1, "moe": [False]}, keep=True) as writer:
+        writer.weight("model.embed_tokens.weight", torch.arange(4000.0).view(8, 500))
+    files = [tmp_path / "t" / "sketches.safetensors"] if name == "sketches" else sorted((tmp_path / "t" / name).glob("*.safetensors"))
+    if not files:
+        pytest.skip("the trace has no such file")
+    open_trace(tmp_path / "t").close()
+    files[0].write_bytes(files[0].read_bytes()[:-40])
+    with pytest.raises(ValueError, match=files[0].name):
+        open_trace(tmp_path / "t")

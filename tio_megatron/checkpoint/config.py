@@ -47,6 +47,8 @@ class CheckpointConfig:
             CheckpointError: no such file, not JSON, or contents that :meth:`from_dict` refuses.
         """
         path = Path(path)
+        if path.is_fifo() or path.is_socket() or path.is_char_device():  # reading would wait, perhaps for ever
+            raise CheckpointError(f"{path}: no file but a pipe, a socket or a device")
         try:
             data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         except FileNotFoundError as error:

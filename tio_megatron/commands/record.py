@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,27 @@ class Engine(StrEnum):
     hf = "hf"
     megatron = "megatron"
     vllm = "vllm"
+
+
+def require_known(keep: Sequence[str], model: Path) -> None:
+    """Refuse a word of ``--keep`` that no point and no parameter of the model has in its name: after a long run it would have kept nothing.
+
+    Raises:
+        ValueError: names the word and some that would work.
+    """
+    from tio_megatron.verify.readers.safe_file import SafeFile
+    from tio_megatron.verify.recorders.scored import keeper
+    from tio_megatron.verify.traces.points import points
+
+    names = {point.name for moe in (True, False) for point in points(1, [moe])}
+    for file in sorted(model.glob("*.safetensors")):
+        with SafeFile(file) as held:
+            names |= set(held.entries)
+    plain = re.compile(r"layers\.\d+")
+    names = {plain.sub("layers.0", name) for name in names}
+    for word in keep:
+        if word != "all" and not any(map(keeper([plain.sub("layers.0", word)]), names)):
+            raise ValueError(f"--keep {word}: no point and no parameter has this in its name; attn, expert_out, logits, layers.0.o_proj or all would work")
 
 
 def record(
@@ -58,6 +80,7 @@ def record(
             raise ValueError(f"{trace}: there is a trace already; remove it or name another folder")
         if not model.is_dir():
             raise ValueError(f"{model}: no such folder; MODEL is the folder of a Hugging Face checkpoint")
+        require_known(keep or [], model)
         options: dict[str, Any] = {"temperature": temperature, "full_vocab": full_vocab, "keep": keep or False}
         if engine is Engine.hf:
             from tio_megatron.verify.recorders.hf import load_hf, record_hf

@@ -14,8 +14,13 @@ def cut(text: str, longest: int = 300) -> str:
     >>> cut("one\\ntwo", 5)
     'one t...'
     """
-    text = " ".join(text.split())
+    text = _plain(" ".join(text.split()))
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey, such as the escapes in a name that a file holds."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def shown(value: Any, longest: int = LONGEST) -> str:
@@ -37,5 +42,6 @@ def named(names: list[str], most: int = 6, longest: int = LONGEST) -> str:
     >>> named(["b", "a", "c"], most=2)
     'a, b and 1 more'
     """
+    names = [_plain(name) for name in names]
     first = [name if len(name) <= longest else f"{name[:longest]}..." for name in sorted(names)[:most]]
     return ", ".join(first) + (f" and {len(names) - most} more" if len(names) > most else "")

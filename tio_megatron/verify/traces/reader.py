@@ -69,6 +69,9 @@ class Trace:
         missing = [name for name in ("tokens", "sequence", *PASSES, *parts) if name not in self._rows.entries]
         if missing or any(entry.shape[:1] != (total,) for entry in self._rows.entries.values()):
             raise ValueError(f"{folder}/rows.safetensors does not fit trace.json: {missing[:3] or f'rows of another number than {total}'}")
+        for file in (folder / "sketches.safetensors", *sorted((folder / "values").glob("*.safetensors")), *sorted((folder / "weights").glob("*.safetensors"))):
+            if file.is_file():  # a comparison may not come to read them: what is cut off is said all the same
+                SafeFile(file).close()
         self.names = [name for name in known if name in self.recorded] + sorted(set(self.recorded) - set(known))
 
     @property
