@@ -18,7 +18,9 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 # yours: both reach every worker through Ray, because verl's driver exports its environment
 export TIO_CONTRACT=${TIO_CONTRACT:-1}
 modules=tio_megatron.auto
-export VERL_USE_EXTERNAL_MODULES=tio_megatron.integrations.verl.cpu,$modules      # yours: $modules alone
+export VERL_USE_EXTERNAL_MODULES="tio_megatron.integrations.verl.cpu,$modules" # yours: tio_megatron.auto alone
+# yours, whatever the machine
+yours=(actor_rollout_ref.actor.megatron.vanilla_mbridge=True +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=64 actor_rollout_ref.rollout.enforce_eager=True)
 
 config=actor_rollout_ref.actor.megatron.override_transformer_config
 if [ "$TIO_CONTRACT" != 0 ]; then
@@ -35,19 +37,17 @@ fi
 # A short path: Ray puts sockets there. Everything Ray starts ends with this script.
 temporary=$(mktemp -d /tmp/tio-ray.XXXXXX)
 trap 'rm -rf "$temporary"' EXIT
-export RAY_TMPDIR=$temporary RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0 RAY_DEDUP_LOGS=0
+export RAY_TMPDIR="$temporary" RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0 RAY_DEDUP_LOGS=0
 export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 HYDRA_FULL_ERROR=1
-export VERL_FILE_LOGGER_PATH=$out/metrics.jsonl
+export VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 ranks=${RANKS:-1}
 
 cd "$out"
 "$python" -W ignore -m verl.trainer.main_ppo model_engine=megatron algorithm.adv_estimator=grpo \
-    actor_rollout_ref.actor.megatron.vanilla_mbridge=True `# yours` \
-    "${layers[@]}" \
+    "${yours[@]}" "${layers[@]}" \
     actor_rollout_ref.rollout.name=vllm \
-    +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=64 `# yours` \
     +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864 \
-    actor_rollout_ref.rollout.enforce_eager=True actor_rollout_ref.rollout.free_cache_engine=False +actor_rollout_ref.rollout.enable_sleep_mode=False \
+    actor_rollout_ref.rollout.free_cache_engine=False +actor_rollout_ref.rollout.enable_sleep_mode=False \
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4 \
     actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.rollout.max_model_len=128 actor_rollout_ref.rollout.max_num_seqs=16 actor_rollout_ref.rollout.max_num_batched_tokens=2048 \

@@ -101,10 +101,14 @@ def read(path: Path) -> list[Metrics]:
             step = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error}); the run that wrote it would not have: remove the line, or the file") from error
-        if not isinstance(step, dict) or any(value is not None and not isinstance(value, int | float) for value in step.values()):
-            raise ValueError(f"{path}, line {number}: a JSON object of numbers was expected")
+        if not isinstance(step, dict) or any(not _fits(name, value) for name, value in step.items()):
+            raise ValueError(f"{path}, line {number}: a JSON object of numbers was expected, with the digest of the weights as text")
         found.append({name: math.nan if value is None else value for name, value in step.items()})
     return found
+
+
+def _fits(name: str, value: object) -> bool:
+    return isinstance(value, str) if name == "weights" else value is None or isinstance(value, int | float)
 
 
 def ends(steps: Sequence[Metrics], name: str = "reward", window: int = 5) -> tuple[float, float]:
