@@ -205,6 +205,9 @@ def _ends(what: str, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     ends_q, ends_k = _ends("attention", q, k, cu_q, cu_k)
+    # Its own limits are not published; what the vendor's operator forbids in the same call is asked of it too.
+    mask = masks.causal(q.device)
+    check_training(q, k, v, q.shape[1], LAYOUT, atten_mask=mask, sparse_mode=masks.CAUSAL, actual_seq_qlen=ends_q, actual_seq_kvlen=ends_k)
     o, lse, *_ = find("_flash_attn_forward", FLASH)(
         q,
         k,

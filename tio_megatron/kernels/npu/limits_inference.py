@@ -102,14 +102,24 @@ def check_inference(
     else:
         require(1 <= batch <= MAX_BATCH, what, f"batch {batch}; 1 to {MAX_BATCH}")
         queries = [tokens] * batch
-        _each(what, "actual_seq_qlen", actual_seq_qlen, batch)
-        _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch)
+        _each(what, "actual_seq_qlen", actual_seq_qlen, batch, tokens)
     one = max(queries) <= 1
     require(k.shape[:-1] == v.shape[:-1], what, f"key {list(k.shape)} and value {list(v.shape)} differ")
     if block_table is not None:
+        if not packed:
+            _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, block_table.shape[-1] * block_size)
         _check_pages(what, k, v, input_layout, groups, size, block_table, block_size, actual_seq_kvlen, len(queries), one)
     else:
         _check_keys(what, input_layout, k, q, groups, size)
+        kind = input_layout.split("_")[0]
+        held = k.shape[{"TND": 0, "NTD": 1, "BNSD": 2}.get(kind, 1)]
+        require(1 <= v.shape[-1] // (groups if kind == "BSH" else 1) <= MAX_SIZE, what, f"value {list(v.shape)}; a head of 1 to {MAX_SIZE}")
+        if packed:
+            ends = list(actual_seq_kvlen or ())
+            require(ends[-1] == held, what, f"lengths of keys end at {ends[-1]} of {held} keys; cumulative ends up to the last key")
+        else:
+            _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, held)
+            _check_dense_mask(what, atten_mask, sparse_mode, batch, num_heads, tokens, held)
         require(block_size == 0, what, f"block_size {block_size} without block_table")
     if packed and actual_seq_kvlen is not None:
         keys = list(actual_seq_kvlen) if block_table is not None else lengths_of(actual_seq_kvlen)
@@ -122,10 +132,18 @@ def check_inference(
     )
 
 
-def _each(what: str, name: str, given: Sequence[int] | None, batch: int) -> None:
+def _each(what: str, name: str, given: Sequence[int] | None, batch: int, most: int) -> None:
     if given is not None:
         require(len(given) == 1 or len(given) >= batch, what, f"{name} has {len(given)} entries for a batch of {batch}; 1, or one each")
-        require(min(given) >= 0, what, f"{name} {list(given)[:8]}; not below 0")
+        require(min(given) >= 0 and max(given) <= most, what, f"{name} {list(given)[:8]}; from 0 to the {most} tokens that are there")
+
+
+def _check_dense_mask(what: str, mask: Tensor | None, mode: int, batch: int, heads: int, queries: int, keys: int) -> None:
+    """Without pages and not packed: the whole mask has the sizes of the tensors, and the causal mode leaves no row without a key."""
+    if mode in (0, 1) and mask is not None:
+        full = [[queries, keys], [1, queries, keys], [batch, queries, keys], [1, 1, queries, keys], [batch, 1, queries, keys], [batch, heads, queries, keys]]
+        require(list(mask.shape) in full, what, f"sparse_mode {mode} takes the whole mask, {' or '.join(map(str, full[:3]))}, got {list(mask.shape)}")
+    require(mode != 3 or queries <= keys, what, f"{queries} query tokens and {keys} keys: sparse_mode 3 would leave rows without a key; as many keys or more")
 
 
 def _packed(
@@ -227,7 +245,8 @@ def _check_mask(what: str, mask: Tensor | None, mode: int, packed: bool, one: bo
     require(0 <= mode <= 4, what, f"sparse_mode {mode}; 0 to 4")
     if packed:
         fits = (mode == 0 and mask is None) or (mode in (3, 4) and mask is not None)
-        require(fits, what, f"sparse_mode {mode} {'with' if mask is not None else 'without'} atten_mask in a packed layout; 0 without, or 3 (causal) with")
+        given = "with" if mask is not None else "without"
+        require(fits, what, f"sparse_mode {mode} {given} atten_mask in a packed layout; 0 without, or 3 (causal) or 4 (band) with")
     require(mode == 0 or mask is not None, what, f"sparse_mode {mode} without atten_mask")
     if mask is None:
         return

@@ -62,6 +62,7 @@ def check_training(
     require(1 <= head_num <= MAX_HEADS, what, f"{head_num} query heads; 1 to {MAX_HEADS}")
     packed = input_layout == "TND"
     batch, sq, heads, size = shape_of(input_layout, q, head_num)
+    require(size >= 1, what, f"query {list(q.shape)}: a head of {size}; 1 to {MAX_SIZE}")
     if input_layout in ("BSH", "SBH"):
         require(q.shape[2] % head_num == 0, what, f"{q.shape[2]} columns of the query do not divide by {head_num} heads")
         require(k.shape[2] % size == 0, what, f"{k.shape[2]} columns of the key are not whole heads of {size}")
