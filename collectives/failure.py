@@ -192,8 +192,9 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
         here = heard.who.get(known.rank)
         # Who is in this rank's own network is no worse off than it is itself.
         away = [rank for rank in others if here is not None and rank in heard.who and heard.who[rank].network != here.network] or lost
-        who = "; ".join(_silence(rank, heard.who.get(rank), states.get(rank, "unknown")) for rank in away[:_SHOWN])
-        return tuple(away), f"{who}; nor does the store that brought the ranks together: is this host's network up, and the first host's?"
+        who = "; ".join(_silence(rank, heard.who.get(rank), states.get(rank, "unknown"), asked=False) for rank in away[:_SHOWN])
+        store = "nor does the store that brought the ranks together (without torchrun it lives in rank 0 and ends with it)"
+        return tuple(away), f"{who}; {store}: is this host's network up, and the first host's?"
     if away or silent:
         found = away or silent
         return tuple(found), "; ".join(_silence(rank, heard.who.get(rank), states[rank]) for rank in found[:_SHOWN])
@@ -206,7 +207,9 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
     return (), "no rank is missing, the connections between them broke"
 
 
-def _silence(rank: int, who: Who | None, state: str) -> str:
+def _silence(rank: int, who: Who | None, state: str, asked: bool = True) -> str:
+    if who is None and not asked:
+        return f"rank {rank} does not answer (nor is it known where it runs)"
     if who is None:
         return f"rank {rank} does not answer (it has not come to any collective yet)"
     at = f"pid {who.pid} on {who.host}"
