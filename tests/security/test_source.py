@@ -61,6 +61,9 @@ def faults(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (f"import {module}" for module in modules if module.split(".")[0] in MODULES)
+        if isinstance(node, ast.ImportFrom):  # under its own name nobody would see what is called
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (f"from {item.rpartition('.')[0]} import {item.rpartition('.')[2]}" for item in sorted(whole & (UNSAFE | SHELLS | TEMPORARY)))
         if isinstance(node, ast.Attribute) and name(node) in UNSAFE - {"torch.load", "yaml.load"}:
             yield name(node)
         if (
@@ -80,6 +83,10 @@ def faults(tree: ast.AST) -> Iterator[str]:
             yield called if called.split(".")[0] in MODULES or called in SHELLS or called in TEMPORARY else last
         if called == "torch.load" and ast.unparse(given.get("weights_only", ast.Constant(None))) != "True":
             yield "torch.load without weights_only=True"
+        if last == "create_subprocess_shell":
+            yield last
+        if last == "TCPStore" and node.args and ast.unparse(node.args[0]) in ("''", "'0.0.0.0'", "'::'"):
+            yield f"{last} on every interface"
         if called == "yaml.load":
             yield "yaml.load"
         if called in ("np.load", "numpy.load") and "allow_pickle" not in given:
@@ -104,7 +111,9 @@ def faults(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_list(node: ast.AST) -> bool:
-    """A list of words, or something made of one: a call (``command(...)``), a name that is none of a string's."""
+    """A list of words, or something made of one: a call (``command(...)``, but not ``"...".format(...)``), a name: what it holds is not followed."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Constant):
+        return False
     return isinstance(node, ast.List | ast.Tuple | ast.Call | ast.Name | ast.Starred) or (isinstance(node, ast.BinOp) and _is_list(node.left))
 
 
@@ -123,6 +132,12 @@ def test_nothing_runs_what_a_file_says() -> None:
 CONTROLS = {
     "import pickle": "import pickle",
     "from cloudpickle import dumps": "import cloudpickle",
+    "from os import system": "from os import system",
+    "from torch import load": "from torch import load",
+    "from subprocess import getoutput as ask": "from subprocess import getoutput",
+    "asyncio.create_subprocess_shell(x)": "create_subprocess_shell",
+    "subprocess.run('ls {}'.format(x))": "which is no list of words",
+    "TCPStore('0.0.0.0', 1, 1, True)": "TCPStore on every interface",
     "torch.load(f)": "torch.load without",
     "torch.load(f, weights_only=False)": "torch.load without",
     "np.load(f)": "np.load without",
