@@ -6,11 +6,7 @@ our Triton kernels interpreted, with the tiles of an NPU. Run in a process of it
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import torch
@@ -19,10 +15,9 @@ from torch import Tensor
 import tests.support.toy_device as toy
 from benchmarks import one_card
 from tests.triton_kernels import interpreter
-from tio_megatron import kernels
 from tio_megatron.contract import Contract
-from tio_megatron.kernels import families, triton_family
 from tio_megatron.kernels import integer_sum as sums
+from tio_megatron.kernels import triton_family
 from tio_megatron.kernels.integer_sum import IntegerSum
 from tio_megatron.kernels.integer_sum import reference as sum_reference
 from tio_megatron.kernels.linear import triton as product
@@ -42,18 +37,7 @@ def install() -> None:
     interpreter.install()
     stand_in.install()
     toy.install()
-    for folder in pkgutil.iter_modules(kernels.__path__):
-        if folder.ispkg and importlib.util.find_spec(f"tio_megatron.kernels.{folder.name}.npu"):
-            for operator, function in importlib.import_module(f"tio_megatron.kernels.{folder.name}.npu").KERNELS.items():
-                families.implement(operator, "toy", _on_held(operator, function), family="toy")
-
-
-def _on_held(operator: str, function: Any) -> Any:
-    def run(*args: Any) -> Any:
-        toy.calls[operator] += 1
-        return toy.give(function(*toy.take(args)))
-
-    return run
+    toy.take_family("npu")
 
 
 class Sums:

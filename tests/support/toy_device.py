@@ -7,6 +7,9 @@ first backward pass (after which a process may not fork): use it in a process of
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import pkgutil
 from collections import Counter
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
 
+from tio_megatron import kernels
 from tio_megatron.contract import FAMILIES, Family
 from tio_megatron.kernels import families
 
@@ -115,3 +119,19 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 def _arange(*bounds: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Toy:
     """Made whole: torch's own would resize an empty tensor."""
     return Toy(torch.arange(*bounds, dtype=dtype, device="cpu"))
+
+
+def take_family(file: str) -> None:
+    """Give the device the kernels of a family: ``KERNELS`` of every ``kernels/<op>/<file>.py``, on what its tensors hold."""
+    for folder in pkgutil.iter_modules(kernels.__path__):
+        if folder.ispkg and importlib.util.find_spec(f"tio_megatron.kernels.{folder.name}.{file}"):
+            for operator, function in importlib.import_module(f"tio_megatron.kernels.{folder.name}.{file}").KERNELS.items():
+                families.implement(operator, "toy", _on_held(operator, function), family="toy")
+
+
+def _on_held(operator: str, function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        calls[operator] += 1
+        return give(function(*take(args)))
+
+    return run

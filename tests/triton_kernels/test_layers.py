@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import tests.support.toy_device as toy
 from benchmarks import one_card
-from tio_megatron import collectives, kernels
+from tio_megatron import collectives
 from tio_megatron.contract import Contract
-from tio_megatron.kernels import families
 from tio_megatron.testing import assert_same_bytes, run_ranks
 
 SHAPE = one_card.Shape(layers=1, hidden=64, heads=4, kv_heads=2, head=32, experts=4, top_k=2, ffn=32, vocab=300)
@@ -24,18 +19,7 @@ CONTRACT = Contract(family="triton-sm90")
 @pytest.fixture(scope="module", autouse=True)
 def _device() -> None:
     toy.install()
-    for folder in pkgutil.iter_modules(kernels.__path__):
-        if folder.ispkg and importlib.util.find_spec(f"tio_megatron.kernels.{folder.name}.triton"):
-            for operator, function in importlib.import_module(f"tio_megatron.kernels.{folder.name}.triton").KERNELS.items():
-                families.implement(operator, "toy", _on_held(operator, function), family="toy")
-
-
-def _on_held(operator: str, function: Any) -> Any:
-    def run(*args: Any) -> Any:
-        toy.calls[operator] += 1
-        return toy.give(function(*toy.take(args)))
-
-    return run
+    toy.take_family("triton")
 
 
 def weights() -> one_card.Weights:
