@@ -174,6 +174,24 @@ def test_a_failed_write_leaves_the_old_folder(make, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_two_processes_that_write_one_folder(make, tmp_path):
+    """The later one stands, whenever the other got there: here, after it was looked for."""
+    other = make()
+    seen = []
+
+    def late(tensors):
+        yield from tensors
+        seen.append(shutil.copytree(other, tmp_path / "both"))
+
+    changed = [(name, tensor + 1) for name, tensor in tensors(MOE)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "exists", lambda path, *, stock=Path.exists: False if path == tmp_path / "both" else stock(path))
+        digests = write_checkpoint(tmp_path / "both", MOE, late(changed))
+    with Checkpoint(tmp_path / "both") as checkpoint, Checkpoint(other) as before:
+        assert seen and checkpoint.digests() == digests != before.digests()
+    assert not list(tmp_path.glob(".both*"))
+
+
 def test_too_small_a_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(CheckpointError, match="GiB are free on that disk"):

@@ -26,6 +26,12 @@ def recipe(loss=0.02):
     return Recipe(write_tiny(Path(HELD.name) / "model", MOE, hidden_size=64, num_attention_heads=4), 2, samples=4, shortest=6, longest=24, aux_loss=loss)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def model():
+    """Written before ranks start: they must not each write it."""
+    recipe()
+
+
 def train(rank, what, cut, plant=contextlib.nullcontext):
     """The digest after the steps, and what megatron-core's log holds of the last one on this rank."""
     run = Training(what, cut, Contract(grain=8))

@@ -26,6 +26,12 @@ def recipe():
     return Recipe(write_tiny(Path(HELD.name) / "model", MOE, hidden_size=64, num_attention_heads=4), STEPS, samples=4, shortest=6, longest=24, aux_loss=0.02)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def model():
+    """Written before ranks start: they must not each write it."""
+    recipe()
+
+
 @contextlib.contextmanager
 def replaced(place, name, new):
     """``new`` as attribute ``name`` for the length of the block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -123,8 +124,14 @@ def _swap(draft: Path, path: Path) -> None:
     else the older one steps aside first, and a kill between the two moves leaves it under its other name.
     """
     if not path.exists():
-        draft.rename(path)
-        return
+        try:
+            draft.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        # another process gave its own draft this name since: the later one stands, as it would a moment after
     if _exchange(draft, path):
         return  # the older one is the draft now, which the caller removes
     old = path.parent / f".{path.name}.old-{os.getpid()}"
