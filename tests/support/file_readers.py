@@ -292,6 +292,20 @@ def _read_model(folder: Path) -> None:
     model_of(str(folder / "m"))
 
 
+def _answers(folder: Path) -> None:
+    answer = {"tio_roll_call": 1, "job": "vllm-1", "time": 1.5, "ranks": [0, 1], "pid": 7, "host": "a", "python": "3.11.2", "tio_megatron": "0.9"}
+    answer |= {"torch": "2.13", "engine": "vllm 0.32.0", "contract": "c", "kernels": "cpu-1", "vocab_size": None, "through": "tio_megatron"}
+    answer |= {"symbols": ["a:b"], "shared": {"a:b": "other"}, "problems": ["a:b is gone"], "switches": {"NCCL_ALGO": "Ring"}}
+    for rank in range(2):
+        (folder / f"{rank}.worker.json").write_text(json.dumps(answer | {"rank": rank}))
+
+
+def _read_answers(folder: Path) -> None:
+    from tio_megatron.verify.doctor import of_workers
+
+    of_workers(folder)
+
+
 STATE = "t/step-00000005/state.json"
 TRACE = ("a/trace.json", "a/rows.safetensors", "a/values/embed.safetensors", "a/weights/w.safetensors", "a/sketches.safetensors")
 READERS = (
@@ -313,4 +327,5 @@ READERS = (
     Reader("prompts", _prompts, _read_prompts, ("p.jsonl",)),
     Reader("settings of a trainer and a rollout", _settings, _read_settings, ("v.yaml", "v.json", "v.sh")),
     Reader("sampling settings", _model, _read_model, ("m/config.json", "m/generation_config.json")),
+    Reader("answers of workers", _answers, _read_answers, ("0.worker.json", "1.worker.json")),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,9 +28,13 @@ def doctor(
     stock: Annotated[bool, typer.Option("--stock", help="Look at stock packages, without the contract.")] = False,
     score_only: Annotated[bool, typer.Option("--score-only", help="The trainer computes no gradients.")] = False,
     module: Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Import this first, as the run does; may be repeated.")] = None,
+    workers: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Look at the workers of a job that was started with TIO_ROLL_CALL=FOLDER, running or ended, and at nothing else."),
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Look at this environment, and at a configuration, before any run.
+    """Look at this environment, and at a configuration, before any run; with --workers at what every worker of a run says of itself.
 
     Versions, environment variables that move an order of sums, whose code stands at the symbols that are patched; and for a model and two layouts
     whether one contract can hold, or which product forbids it and which layouts near by work. Nothing is started.
@@ -37,13 +42,26 @@ def doctor(
     """
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
-        from tio_megatron.verify.doctor import examine, worst
+        from tio_megatron.verify.doctor import examine, of_workers, worst
 
         if device not in ("cpu", "cuda", "npu"):
             raise ValueError(f"--device {device}: cpu, cuda or npu")
-        found = examine(
-            model=model, trainer=trainer, rollout=rollout, contract=contract, device=device, plugged=not stock, training=not score_only, modules=module or ()
-        )
+        if workers is not None:
+            other = {"--model": model, "--trainer": trainer, "--rollout": rollout, "--stock": stock, "--import": module}
+            if given := [name for name, value in other.items() if value]:
+                raise ValueError(f"--workers and {' and '.join(given)}: the workers of a run are looked at alone (--contract and --device go with them)")
+            found = of_workers(workers, device, contract)
+        else:
+            found = examine(
+                model=model,
+                trainer=trainer,
+                rollout=rollout,
+                contract=contract,
+                device=device,
+                plugged=not stock,
+                training=not score_only,
+                modules=module or (),
+            )
         level = worst(found.findings)
         status = {"ok": 0, "note": 0, "unknown": 2, "bad": 1}[level]
         fit = found.fit
@@ -65,6 +83,8 @@ def doctor(
                 console.print(near)
             bad = sum(finding.level == "bad" for finding in found.findings)
             ended = {0: "nothing forbids it", 1: f"{bad} {'thing forbids' if bad == 1 else 'things forbid'} it", 2: "could not tell everything"}[status]
+            if workers is not None:
+                ended = {0: "all workers run the same", 1: f"{bad} {'thing keeps' if bad == 1 else 'things keep'} the contract from holding", 2: ended}[status]
             console.print(ended, style="green" if status == 0 else "red", highlight=False)
 
         return status, answer, show

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tio_megatron.integrations import roll_files, switch_names
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TIO_START_SECONDS"
@@ -70,6 +72,7 @@ def answer(
         "symbols": sorted(symbols),
         "shared": dict(shared or {}),
         "problems": list(problems),
+        "switches": switch_names.read(),
     }
 
 
@@ -97,6 +100,7 @@ def meet(mine: Mapping[str, Any], ranks: Sequence[int], seconds: float | None = 
     Raises:
         ValueError: in every worker that is here: who did not answer, who runs something else, whose patches are not in force; and what to change.
     """
+    roll_files.leave(mine, ranks)
     if not dist.is_initialized() or len(ranks) < 2:
         return _judged([dict(mine)], [])
     limit = wait_seconds() if seconds is None else seconds

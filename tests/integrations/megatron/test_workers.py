@@ -6,10 +6,11 @@ import torch
 import tio_megatron
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Cuts, Layout
-from tio_megatron.integrations import roll_call
+from tio_megatron.integrations import roll_call, roll_files
 from tio_megatron.integrations.megatron import workers
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
+from tio_megatron.verify.doctor import of_workers
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,12 @@ def apply(cuts=8):
     tio_megatron.apply(Contract(cuts=Cuts.uniform(cuts)), vocab_size=MOE["vocab_size"])
 
 
-def test_a_rank_that_did_not_apply_is_named(folder, monkeypatch):
+def test_a_rank_that_did_not_apply_is_named(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path))
     said = building(folder, lambda rank: apply() if rank == 0 else None, monkeypatch)
     assert "rank 1: tio_megatron did not load there" in said[0] and "TIO_CONTRACT in its own environment" in said[0]
+    (finding,) = [finding for finding in of_workers(tmp_path).findings if finding.level == "bad"]
+    assert "megatron-core 0.16" in finding.what and "no answer from rank 1 of 2" in finding.what
 
 
 def test_a_rank_with_another_contract_is_named_by_both(folder, monkeypatch):
@@ -70,7 +74,9 @@ def test_a_rank_in_which_somebody_patched_over_ours_is_named_by_both(folder, mon
         assert "apply tio_megatron last" in said and "rank 0" not in said
 
 
-def test_every_rank_answers(folder, monkeypatch):
+def test_every_rank_answers(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path))
+
     def main(rank):
         apply()
         found = workers.all_workers()
@@ -79,6 +85,10 @@ def test_every_rank_answers(folder, monkeypatch):
         assert found[0]["engine"].startswith("megatron-core 0.16")
 
     assert building(folder, main, monkeypatch) == ["", ""]
+    found = of_workers(tmp_path, contract="1").findings
+    assert "2 of 2 workers run contract" in found[0].what and not [finding for finding in found if finding.level == "bad"]
+    assert [finding for finding in of_workers(tmp_path, contract='{"cuts": {"attn_row": 4}}').findings if finding.level == "bad"]
+    monkeypatch.delenv(roll_files.VARIABLE)
     (alone,) = workers.all_workers()
     assert alone["contract"] == "none" and "nothing is applied in this process" in alone["problems"][0]
 

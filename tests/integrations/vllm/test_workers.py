@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tio_megatron.testing.qwen3 import MOE, write_tiny
+from tio_megatron.verify.doctor import of_workers
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,6 +47,11 @@ def start(folder, tp, worker="argument", **environ):
     return done.returncode, json.loads(answers[0][7:]) if answers else None, done.stdout + done.stderr
 
 
+def bad(left):
+    """What `tio doctor --workers` finds wrong."""
+    return [finding for finding in of_workers(left).findings if finding.level == "bad"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("workers") / "moe", MOE)
@@ -53,19 +59,28 @@ def folder(tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.parametrize("worker, environ", [("argument", {}), ("environment", {"TIO_CONTRACT": "1"})])
-def test_every_worker_answers(folder, worker, environ):
-    status, found, said = start(folder, 2, worker, **environ)
+def test_every_worker_answers(folder, worker, environ, tmp_path):
+    status, found, said = start(folder, 2, worker, TIO_ROLL_CALL=str(tmp_path), **environ)
     assert status == 0, said
+    assert not bad(tmp_path) and "2 of 2 workers run contract" in of_workers(tmp_path, contract="1").findings[0].what
     assert [one["rank"] for one in found] == [0, 1] and len({one["pid"] for one in found}) == 2
     assert all(one["model"] == "TioQwen3MoeForCausalLM" and one["engine"].startswith("vllm 0.32") and not one["problems"] for one in found)
     assert len({one["contract"] for one in found}) == 1 and "vllm.v1.sample.sampler:Sampler.sample" in found[0]["symbols"]
 
 
 @pytest.mark.full
-def test_a_worker_without_the_plug_in_ends_the_start_and_is_named(folder):
-    status, found, said = start(folder, 2, "off_worker.OffWorker", TIO_START_SECONDS="8")
+def test_a_worker_without_the_plug_in_ends_the_start_and_is_named(folder, tmp_path):
+    status, found, said = start(folder, 2, "off_worker.OffWorker", TIO_START_SECONDS="8", TIO_ROLL_CALL=str(tmp_path))
     assert status != 0 and found is None
     assert "rank 1: tio_megatron did not load there" in said, said[-3000:]
+    (finding,) = bad(tmp_path)
+    assert finding.what.startswith("vllm 0.32") and "no answer from rank 1 of 2" in finding.what
+
+
+def test_a_real_worker_leaves_its_answer(folder, tmp_path):
+    status, found, said = start(folder, 1, "environment", VLLM_ENABLE_V1_MULTIPROCESSING="0", TIO_CONTRACT="1", TIO_ROLL_CALL=str(tmp_path))
+    assert status == 0 and len(found) == 1, said[-3000:]
+    assert not bad(tmp_path) and "1 of 1 workers run contract" in of_workers(tmp_path, contract="1").findings[0].what
 
 
 @pytest.mark.full

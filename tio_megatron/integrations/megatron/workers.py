@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tio_megatron import kernels
-from tio_megatron.integrations import roll_call
+from tio_megatron.integrations import roll_call, roll_files
 from tio_megatron.integrations.megatron import state
 
 GROUPS = ("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "dp", "dp_cp", "expt_dp")
@@ -40,7 +40,9 @@ def all_workers(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     """:func:`this_worker` of every rank of ``group`` (None: the world), on each of them. A collective, which a rank without the plug-in can join."""
     mine = this_worker()
     if not dist.is_initialized():
+        roll_files.leave(mine, [0])
         return [mine]
+    roll_files.leave(mine, dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size()))
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron import kernels
-from tio_megatron.integrations import roll_call
+from tio_megatron.integrations import roll_call, roll_files
 from tio_megatron.integrations.vllm import plugin
 
 METHOD = "tio_process"
@@ -36,7 +36,9 @@ def this_worker() -> dict[str, Any]:
 
 def tio_process(worker: Any) -> dict[str, Any]:
     """The method that ``collective_rpc`` finds on a worker: :func:`this_worker`, and ``model``, the class of the model that is loaded."""
-    return this_worker() | {"model": type(worker.model_runner.get_model()).__name__}
+    mine = this_worker() | {"model": type(worker.model_runner.get_model()).__name__}
+    roll_files.leave(mine, _ranks())
+    return mine
 
 
 def all_workers(llm: Any, seconds: float = SECONDS) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
@@ -12,7 +13,7 @@ from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
 from tio_megatron.verify.doctor.models import model_of, shape_of
 
-__all__ = ["Examined", "Finding", "Fit", "examine", "fit", "model_of", "shape_of", "worst"]
+__all__ = ["Examined", "Finding", "Fit", "examine", "fit", "model_of", "of_workers", "shape_of", "worst"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,17 @@ def examine(
         found += stock.check(left.running, right.running)
     found += [*between.check(left.running, right.running, known), *result.findings]
     return Examined(tuple(found), result)
+
+
+def of_workers(folder: Path, device: str = "cpu", contract: str | None = None) -> Examined:
+    """What the workers of a run say of themselves, in the folder that ``TIO_ROLL_CALL`` named for them. See :mod:`.workers`.
+
+    Raises:
+        ValueError: no worker has left an answer there, or a file is none.
+    """
+    from tio_megatron.verify.doctor import workers  # torch comes with it
+
+    return Examined(tuple(workers.check(workers.read(folder), device, contract)))
 
 
 def _engine(device: str) -> Iterator[Finding]:

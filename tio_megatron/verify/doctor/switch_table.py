@@ -86,8 +86,6 @@ SWITCHES = (
     Switch("VLLM_PLUGINS", "", "which plug-ins load; tio_megatron must be among them"),
 )  # fmt: skip
 
-PREFIXES = ("NCCL_", "HCCL_", "LCCL_", "ATB_", "CUBLAS_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "NVTE_", "VLLM_", "OMP_")
-"""Variables that may matter: one that is set and not in the table is said to be unknown."""
 HARMLESS = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_", "HCCL_IF_", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_SOCKET_", "VLLM_LOGGING_",
             "VLLM_CACHE_ROOT",
             "VLLM_PORT", "VLLM_HOST", "VLLM_TARGET_DEVICE", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_MODELSCOPE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from tio_megatron.integrations.switch_names import PREFIXES
 from tio_megatron.verify.doctor.findings import Finding
-from tio_megatron.verify.doctor.switch_table import ANY, HARMLESS, PREFIXES, SWITCHES, UNSET, Switch
+from tio_megatron.verify.doctor.switch_table import ANY, HARMLESS, SWITCHES, UNSET, Switch
 
 TOPIC = "environment"
 
@@ -20,7 +21,12 @@ def check(device: str, *, plugged: bool, environ: Mapping[str, str] | None = Non
         plugged: whether it runs under the contract (else stock packages).
         environ: ``os.environ`` by default.
     """
-    values = os.environ if environ is None else environ
+    yield from judged(device, os.environ if environ is None else environ, plugged=plugged)
+    yield from _torch()
+
+
+def judged(device: str, values: Mapping[str, str], *, plugged: bool) -> Iterator[Finding]:
+    """:func:`check` of variables alone, which may be another process's."""
     clean = True
     for switch in SWITCHES:
         if switch.device not in ("", device):
@@ -39,7 +45,6 @@ def check(device: str, *, plugged: bool, environ: Mapping[str, str] | None = Non
     for name in sorted(values):
         if name.startswith(PREFIXES) and name not in known and not name.startswith(HARMLESS):
             yield Finding("note", TOPIC, f"{name} is set: what it does to an order of sums is not known here", "compare with a run without it (tio logdiff)")
-    yield from _torch()
     if clean:
         yield Finding("ok", TOPIC, f"no variable that moves an order on {device} is set against it")
 
