@@ -43,13 +43,56 @@ def ranks_of(layout: str) -> int:
     return 1 if layout == "TP 1" else 2
 
 
-def run(folder: Path, layout: str, *more: str, script: str | Path = "pretrain_gpt.py", starter: bool = True, variables: dict[str, str] | None = None) -> str:
+YAML = """
+language_model: {num_layers: 2, hidden_size: 128, ffn_hidden_size: 256, num_attention_heads: 8, num_query_groups: 4, kv_channels: 32,
+  qk_layernorm: true, normalization: RMSNorm, layernorm_epsilon: 1.e-6, activation_func: swiglu, gated_linear_unit: true, add_bias_linear: false,
+  num_moe_experts: 8, moe_router_topk: 4, moe_ffn_hidden_size: 64, moe_token_dispatcher_type: alltoall, moe_grouped_gemm: true,
+  moe_router_load_balancing_type: none, attention_dropout: 0.0, hidden_dropout: 0.0, init_method: null}
+model_parallel: {bf16: true, use_cpu_initialization: true, tensor_model_parallel_size: %(tp)d, sequence_parallel: %(sp)s, expert_model_parallel_size: %(ep)d,
+  expert_tensor_parallel_size: 1, pipeline_model_parallel_size: 1, context_parallel_size: 1}
+position_embedding_type: rope
+rotary_base: 1000000
+untie_embeddings_and_output_weights: true
+max_position_embeddings: 64
+seq_length: 64
+micro_batch_size: 2
+global_batch_size: 4
+lr: 1e-3
+min_lr: 1.e-4
+lr_decay_style: cosine
+weight_decay: 0.1
+clip_grad: 1.0
+mock_data: true
+tokenizer_type: NullTokenizer
+vocab_size: 999
+split: 99,1,0
+eval_iters: 0
+eval_interval: 1000
+log_interval: 1
+seed: 7
+use_distributed_optimizer: true
+overlap_grad_reduce: true
+distributed_backend: gloo
+"""
+"""What MODEL and RUN say, as a file for ``--yaml-cfg``, and a layout."""
+
+
+def run(
+    folder: Path,
+    layout: str,
+    *more: str,
+    script: str | Path = "pretrain_gpt.py",
+    starter: bool = True,
+    variables: dict[str, str] | None = None,
+    yaml_cfg: Path | None = None,
+) -> str:
     """What the script prints (both streams) in that layout; the last line is its status.
 
     Args:
         folder: of Megatron-LM, or of the stand-in.
         more: arguments after those of the model and of the layout.
         starter: by ``tio_megatron.run``; else the script itself is started.
+        yaml_cfg: a file that says what the model, the run and the layout are, in place of arguments.
     """
     ranks = ranks_of(layout)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "TIO_CONTRACT", "TIO_MEGATRON")}
@@ -61,7 +104,8 @@ def run(folder: Path, layout: str, *more: str, script: str | Path = "pretrain_gp
     elif "--help" not in more:
         # What torchrun would set for one rank, without the time it takes to start.
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, *started, *MODEL, *RUN, *CPU, *LAYOUTS[layout], *more], capture_output=True, text=True, env=environment, timeout=400)
+    said = [*MODEL, *RUN, *CPU, *LAYOUTS[layout]] if yaml_cfg is None else ["--yaml-cfg", str(yaml_cfg), *CPU[2:]]
+    done = subprocess.run([sys.executable, *started, *said, *more], capture_output=True, text=True, env=environment, timeout=400)
     return f"{done.stdout}\n{done.stderr}\nstatus {done.returncode}"
 
 
@@ -79,10 +123,12 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained(folder: Path, out: Path, layout: str, *more: str, load: Path | None = None, iters: int = 3) -> tuple[dict[str, torch.Tensor], list[str]]:
+def trained(
+    folder: Path, out: Path, layout: str, *more: str, load: Path | None = None, iters: int = 3, yaml_cfg: Path | None = None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The weights after a few steps in that layout, and what the steps report: losses (where they are printed) and norms."""
     start = [] if load is None else ["--load", str(load), "--finetune", "--no-load-rng"]
-    text = run(folder, layout, "--train-iters", str(iters), "--save", str(out), "--save-interval", str(iters), *start, *more)
+    text = run(folder, layout, "--train-iters", str(iters), "--save", str(out), "--save-interval", str(iters), *start, *more, yaml_cfg=yaml_cfg)
     assert text.endswith("status 0"), text[-4000:]
     # Ranks print into one stream, sometimes behind each other's lines.
     return saved(out), re.findall(r"\| ((?:lm loss|grad norm): \S+)", text)

@@ -70,6 +70,31 @@ def test_control_the_stock_packages_differ(which):
 
 
 @pytest.mark.parametrize("which", ["stand-in", pytest.param("sources", marks=[real])], indirect=True)
+def test_a_yaml_file_trains_to_the_bytes_of_the_arguments(which, tmp_path):
+    """Its layout is the file's too; an argument beside it goes before it, and shows that the comparison sees one."""
+    file = tmp_path / "qwen3_moe.yaml"
+    file.write_text(runs.YAML % {"tp": 2, "sp": "true", "ep": 2})
+    expected, steps = which.trained("TP 1")
+    weights, theirs = runs.trained(which.folder, tmp_path / "out", "TP 2 EP 2", load=which.base(), yaml_cfg=file)
+    assert_same_bytes(weights, expected, "weights after three steps, by a file")
+    assert theirs == steps
+    file.write_text(runs.YAML % {"tp": 1, "sp": "false", "ep": 1})
+    weights, _ = runs.trained(which.folder, tmp_path / "other", "TP 1", "--weight-decay", "0.5", load=which.base(), yaml_cfg=file)
+    with pytest.raises(AssertionError):
+        assert_same_bytes(weights, expected)
+
+
+@pytest.mark.parametrize("which", [pytest.param("sources", marks=[real])], indirect=True)
+def test_without_us_a_yaml_file_cannot_start(which, tmp_path):
+    """Why a file is read as arguments: when this fails, Megatron-LM's own way works again."""
+    asked = "enable_msc ckpt_convert_format use_checkpoint_args async_save data_path inprocess_restart enable_ft_package".split()
+    file = tmp_path / "qwen3_moe.yaml"
+    file.write_text(runs.YAML % {"tp": 1, "sp": "false", "ep": 1} + "".join(f"{name}: null\n" for name in asked))
+    text = runs.run(which.folder, "TP 1", "--tio-contract", "0", yaml_cfg=file)
+    assert "has no attribute 'account_for_embedding_in_pipeline_split'" in text, text[-2000:]
+
+
+@pytest.mark.parametrize("which", ["stand-in", pytest.param("sources", marks=[real])], indirect=True)
 def test_help_lists_our_arguments(which):
     text = runs.run(which.folder, "TP 1", "--help")
     assert text.endswith("status 0"), text[-2000:]

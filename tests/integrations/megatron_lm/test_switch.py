@@ -12,7 +12,7 @@ import tio_megatron as tio
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.megatron_lm import defaults, options, start
+from tio_megatron.integrations.megatron_lm import defaults, options, start, yaml_files
 from tio_megatron.integrations.megatron_lm.options import Options
 from tio_megatron.integrations.patching import MovedSymbolError, Patch
 
@@ -66,6 +66,63 @@ def test_script_options_are_refused_by_name(option):
     defaults.refuse(SimpleNamespace())
     with pytest.raises(ValueError, match=rf"this run cannot obey.*\n  {option}=True: .*; False or None would work"):
         defaults.refuse(SimpleNamespace(**{option: True}))
+
+
+def parser_of_a_script():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--num-query-groups", type=int, default=1)
+    parser.add_argument("--group-query-attention", action="store_true")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--no-persist-layer-norm", action="store_true")
+    parser.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
+    parser.add_argument("--transformer-impl", default="local")
+    return parser
+
+
+def test_a_file_is_read_as_arguments():
+    found = SimpleNamespace(
+        yaml_cfg="f.yaml",
+        language_model=SimpleNamespace(num_layers=2, num_moe_experts=8, num_query_groups=4, activation_func="swiglu", window_size=None),
+        model_parallel=SimpleNamespace(bf16=True, timers=None, persist_layer_norm=False, cpu_offloading=False),
+        lr="1e-3",  # as YAML 1.1 reads it: no point, no number
+        apply_rope_fusion=False,
+        data_path=["1", "a"],
+    )
+    parser = parser_of_a_script()
+    words = yaml_files.arguments(yaml_files.plain(found), parser, {"cpu_offloading": False})
+    said = "--num-layers=2 --num-experts=8 --group-query-attention --num-query-groups=4 --swiglu --bf16 --no-persist-layer-norm --lr=1e-3 --no-rope-fusion"
+    assert words == [*said.split(), "--data-path", "1", "a"]
+    assert parser.parse_args([*words, "--lr", "2"]).lr == 2.0, "the command line goes before the file"
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("lr_", 1.0, "lr_=1.0: neither an argument nor a field of TransformerConfig"),
+        ("cpu_offloading", True, "cpu_offloading=True: a field of TransformerConfig that no argument sets"),
+        ("activation_func", "relu", "activation_func='relu': 'swiglu' or 'squaredrelu' or 'gelu' would work"),
+        ("apply_rope_fusion", True, "apply_rope_fusion=True: no argument says so; False, the default, would work"),
+        ("bf16", "yes", "bf16='yes': a switch; true or false would work"),
+        ("tio_contract", "1", "tio_contract='1': read before any file; --tio-contract on the command line would work"),
+    ],
+)
+def test_what_no_argument_says_is_named(name, value, says):
+    parser = parser_of_a_script()
+    parser.set_defaults(apply_rope_fusion=False)  # as the contract implies
+    with pytest.raises(ValueError) as caught:
+        yaml_files.arguments({name: value, "num_layers": 2}, parser, {"cpu_offloading": False}, "f.yaml")
+    assert str(caught.value).startswith(f"f.yaml cannot be read as arguments of this script:\n  {says}")
+
+
+def test_a_name_that_stands_twice():
+    found = SimpleNamespace(language_model=SimpleNamespace(lr=1.0), lr=2.0)
+    with pytest.raises(ValueError, match=r"lr is 1.0 and 2.0 in one file; once would work"):
+        yaml_files.plain(found)
 
 
 def test_the_vocabulary_can_be_learned_once():

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tio_megatron.integrations.megatron_lm import yaml_files
 from tio_megatron.integrations.megatron_lm.defaults import implied, imply, refuse
 from tio_megatron.integrations.megatron_lm.options import add_options
 from tio_megatron.integrations.patching import Patch
@@ -19,7 +20,7 @@ def training_patches() -> list[Patch]:
     return [
         _patch("arguments:add_megatron_arguments", with_options, "parse_args reads this name, whoever has imported parse_args", "every argument of its own"),
         _patch("initialize:validate_args", checked, "the first place that sees all arguments, where initialize_megatron reads it", "every check of its own"),
-        _patch("initialize:validate_yaml", checked, "the same for --yaml-cfg, whose file replaces the command line", "every check of its own"),
+        _patch("yaml_arguments:load_yaml", yaml_files.as_arguments, "parse_args calls it for --yaml-cfg, and its own checks cannot be met", "how YAML is read"),
         _patch("global_vars:_build_tokenizer", noting_vocabulary, "the tokenizer knows the true vocabulary; the model sees it padded, by the layout"),
         _patch("training:get_model", only_ours, "the one place where a script's model comes out, whatever class it is"),
     ]
@@ -41,6 +42,7 @@ def with_options(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def add_megatron_arguments(parser: Any) -> Any:
         parser = original(parser)
         imply(parser)
+        yaml_files.remember(parser)
         return add_options(parser)
 
     return add_megatron_arguments
@@ -57,7 +59,7 @@ def with_options_alone(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``validate_args`` and ``validate_yaml``: refuse by name on every rank, then say on rank 0 what is in force."""
+    """``validate_args``: refuse by name on every rank, then say on rank 0 what is in force."""
 
     @functools.wraps(original)
     def validate(args: Any, *more: Any, **named: Any) -> Any:
@@ -76,9 +78,7 @@ def _announcement(args: Any) -> list[str]:
     from tio_megatron.integrations.megatron import state
 
     contract = state.active()
-    lines = [f"contract {contract.fingerprint(kernels.version(contract.family))} is in force"]
-    if args.yaml_cfg is None:
-        lines.append(f"implied: {' '.join(implied(args))}")
+    lines = [f"contract {contract.fingerprint(kernels.version(contract.family))} is in force", f"implied: {' '.join(implied(args))}"]
     if getattr(args, "load", None) is None and getattr(args, "pretrained_checkpoint", None) is None:
         if not args.use_cpu_initialization:
             lines.append("random weights depend on the layout; --use-cpu-initialization draws the same for every TP, EP and DP, a checkpoint (--load) for all")

@@ -5,17 +5,18 @@ import os
 import torch
 from megatron.core.transformer import TransformerConfig
 
-WORDS = """num-layers:int hidden-size:int ffn-hidden-size:int num-attention-heads:int num-query-groups:int kv-channels:int norm-epsilon:float
+WORDS = """num-layers:int hidden-size:int ffn-hidden-size:int num-attention-heads:int num-query-groups:int kv-channels:int
  max-position-embeddings:int seq-length:int rotary-base:int num-experts:int moe-router-topk:int moe-ffn-hidden-size:int moe-aux-loss-coeff:float
  micro-batch-size:int global-batch-size:int train-iters:int lr:float min-lr:float weight-decay:float clip-grad:float seed:int vocab-size:int
- tensor-model-parallel-size:int pipeline-model-parallel-size:int expert-model-parallel-size:int expert-tensor-parallel-size:int
+ tensor-model-parallel-size:int pipeline-model-parallel-size:int expert-model-parallel-size:int expert-tensor-parallel-size:int context-parallel-size:int
  make-vocab-size-divisible-by:int save-interval:int log-interval:int eval-iters:int eval-interval:int
  normalization:str position-embedding-type:str moe-router-load-balancing-type:str moe-token-dispatcher-type:str lr-decay-style:str tokenizer-type:str
  split:str distributed-backend:str transformer-impl:str load:str save:str yaml-cfg:str attention-dropout:float hidden-dropout:float"""
-SWITCHES = """group-query-attention qk-layernorm swiglu disable-bias-linear untie-embeddings-and-output-weights moe-grouped-gemm bf16 mock-data
+SWITCHES = """group-query-attention qk-layernorm swiglu untie-embeddings-and-output-weights moe-grouped-gemm bf16 mock-data
  use-cpu-initialization use-distributed-optimizer overlap-grad-reduce sequence-parallel calculate-per-token-loss finetune no-load-rng disable-jit-fuser
  no-persist-layer-norm use-legacy-models reset-attention-mask log-params-norm"""
 NEGATIVE = {
+    "disable-bias-linear": "add_bias_linear",
     "no-rope-fusion": "apply_rope_fusion",
     "no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
     "no-bias-dropout-fusion": "bias_dropout_fusion",
@@ -27,6 +28,7 @@ DEFAULTS = dict(
     tensor_model_parallel_size=1,
     pipeline_model_parallel_size=1,
     expert_model_parallel_size=1,
+    context_parallel_size=1,
     transformer_impl="transformer_engine",
     make_vocab_size_divisible_by=128,
     moe_aux_loss_coeff=0.0,
@@ -50,6 +52,7 @@ def add_megatron_arguments(parser):
         parser.add_argument(f"--{name}", action="store_true")
     for name, dest in NEGATIVE.items():
         parser.add_argument(f"--{name}", action="store_false", dest=dest)
+    parser.add_argument("--norm-epsilon", type=float, dest="layernorm_epsilon")
     parser.set_defaults(**DEFAULTS)
     return parser
 
@@ -71,8 +74,6 @@ def validate_args(args, defaults=None):
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     args.accumulate_allreduce_grads_in_fp32 = args.bf16
-    args.add_bias_linear = not args.disable_bias_linear
-    args.layernorm_epsilon = args.norm_epsilon
     if args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
     return args
