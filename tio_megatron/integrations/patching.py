@@ -32,6 +32,7 @@ class Patch:
         stock: what stays stock around it.
         may_be_absent: the symbol need not exist; undo then deletes it. ``build`` is given ``None``.
         supported: the package and release that has the symbol there.
+        binds: packages whose symbol the owner itself binds there, where it finds them: theirs is no patch of somebody's.
     """
 
     target: str
@@ -40,6 +41,7 @@ class Patch:
     stock: str = ""
     may_be_absent: bool = False
     supported: str = f"megatron-core {', '.join(RELEASES)}"
+    binds: tuple[str, ...] = ()
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds the symbol, and the symbol's last name.
@@ -98,7 +100,7 @@ class Installed:
         found = {}
         for entry in self._replaced:
             author = "" if entry.original is _ABSENT else author_of(entry.original)
-            if author not in ("", "torch", "tio_megatron", "functools", entry.patch.target.partition(":")[0].partition(".")[0]):
+            if author not in ("", "torch", "tio_megatron", "functools", entry.patch.target.partition(":")[0].partition(".")[0], *entry.patch.binds):
                 found[entry.patch.target] = author
         return found
 

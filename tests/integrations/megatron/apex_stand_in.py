@@ -49,11 +49,28 @@ def wgrad_gemm_accum_fp32(inputs, outputs, main_grad):
     note("wgrad_gemm_accum_fp32")
     main_grad.add_((outputs.float().t() @ inputs.float()))
 """,
+    "apex/contrib/__init__.py": "",
+    "apex/contrib/layer_norm/__init__.py": "",
+    "apex/contrib/layer_norm/layer_norm.py": """
+from stand_in_notes import note
+
+class FastLayerNormFN:
+    def forward(self, inputs, weight, bias, eps):
+        pass
+
+    @staticmethod
+    def apply(*args):
+        note("FastLayerNormFN")
+        return args[0]
+""",
     "apex/normalization/__init__.py": "",
     "apex/normalization/fused_layer_norm.py": """
 from stand_in_notes import note
 
 class FusedLayerNormAffineFunction:
+    def forward(self, inputs, weight, bias, normalized_shape, eps):
+        pass
+
     @staticmethod
     def apply(*args):
         note("FusedLayerNormAffineFunction")
@@ -115,6 +132,7 @@ def whole_model(rank, ordered):
 
     import tio_megatron as tio
     from tio_megatron.integrations.megatron import cpu_device
+    from tio_megatron.integrations.megatron.apply import patched
 
     stand_in_notes.WHERE = "ordered" if ordered else "stock"
     assert layers._grad_accum_fusion_available
@@ -132,12 +150,49 @@ def whole_model(rank, ordered):
         parallel_state.initialize_model_parallel(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         with tio.apply(vocab_size=1000) if ordered else contextlib.nullcontext():
+            assert not ordered or patched()["shared"] == {}, "megatron-core's own choice of an Adam is no other plug-in's patch"
             made = te_cases.model(0, False, te=False)
             ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), made)
             tokens = torch.randint(1000, (2, 33), generator=torch.Generator().manual_seed(1))
             ddp.zero_grad_buffer()
             mask = torch.ones(1, 1, 32, 32).triu(1).bool()
             ddp(tokens[:, :-1], torch.arange(32).expand(2, -1), mask, labels=tokens[:, 1:]).sum().backward()
+
+
+def norms(rank, ordered):
+    """LayerNorm, which stock takes from apex at any width, and from its faster form at some; under a contract it is refused."""
+    import stand_in_notes
+    import te_cases
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    import tio_megatron as tio
+    from tio_megatron.integrations.megatron import cpu_device
+
+    stand_in_notes.WHERE = "ordered" if ordered else "stock"
+    with cpu_device.enabled():
+        parallel_state.initialize_model_parallel(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        config = te_cases.config(0, False)
+        config.normalization = "LayerNorm"
+        if ordered:
+            te_cases.config = lambda *args: config
+            with tio.apply(vocab_size=1000):
+                try:
+                    te_cases.model(0, False, te=False)
+                except ValueError as error:
+                    assert "normalization='LayerNorm'" in str(error)
+                else:
+                    raise AssertionError("LayerNorm was not refused")
+            return
+        for width, fast in ((128, False), (1024, True)):
+            config.persist_layer_norm = fast
+            layer = FusedLayerNorm(config, width)
+            try:
+                layer(torch.ones(1, 1, width))
+            except RuntimeError as error:
+                assert "a stand-in has no norm" in str(error)
 
 
 def main():
@@ -155,6 +210,7 @@ def main():
     for ordered in (True, False):
         run_ranks(1, steps, ordered, timeout=100)
         run_ranks(1, whole_model, ordered, timeout=100)
+        run_ranks(1, norms, ordered, timeout=100)
 
 
 if __name__ == "__main__":

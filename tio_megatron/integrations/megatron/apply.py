@@ -10,7 +10,7 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
-from tio_megatron.integrations import devices, mindspeed
+from tio_megatron.integrations import devices, mindspeed, strangers
 from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import state, versions
 from tio_megatron.integrations.megatron_lm.patches import training_patches
@@ -74,6 +74,9 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
         if current.vocab_size != session.vocab_size:
             found.append(f"vocab_size: {current.vocab_size} / {session.vocab_size}")
         raise ValueError(f"another contract is applied (in force / asked for: {'; '.join(found)}); call tio_megatron.undo() first")
+    warning = strangers.apex_warning()
+    if warning is not None:
+        logger.warning(warning)
     versions.check()
     devices.load(session.contract.family)
     from tio_megatron.integrations.megatron.grad_sums import IntegerSums

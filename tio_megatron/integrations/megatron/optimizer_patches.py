@@ -15,14 +15,17 @@ OPTIMIZERS = "megatron.core.optimizer"
 MIXED = f"{OPTIMIZERS}.optimizer"
 SHARDED = f"{OPTIMIZERS}.distrib_optimizer"
 
+FOUND_FIRST = ("transformer_engine", "apex")
+"""Where megatron-core takes its Adam from, if it can."""
+
 
 def optimizer_patches() -> list[Patch]:
     """All of them. Wrappers (main parameters, sharding, checkpoints, scheduling) stay stock."""
     found = "it was bound on import to whichever of Transformer Engine, apex and torch was found first"
     counted = "our Adam counts steps in its groups, as the fused ones do; torch's counts them for each parameter"
     return [
-        Patch(f"{OPTIMIZERS}:Adam", _always(Adam), why=found),
-        Patch(f"{SHARDED}:Adam", _always(Adam), why="the distributed optimizer takes only this class"),
+        Patch(f"{OPTIMIZERS}:Adam", _always(Adam), why=found, binds=FOUND_FIRST),
+        Patch(f"{SHARDED}:Adam", _always(Adam), why="the distributed optimizer takes only this class", binds=FOUND_FIRST),
         Patch(f"{OPTIMIZERS}:USING_PYTORCH_OPTIMIZER", _always(False), why="else torch's own classes are taken"),
         Patch(f"{SHARDED}:HAVE_APEX_OR_TE", _always(True), why=counted),
         Patch(f"{SHARDED}:USING_APEX_OPTIMIZER", _always(True), why=counted),

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
+from tio_megatron.integrations import strangers
 from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "versions"
@@ -100,8 +101,9 @@ def _strangers() -> Iterator[Finding]:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:  # absent, or an empty folder of that name
             continue
-        if module == "apex" and importlib.util.find_spec("amp_C") is None and importlib.util.find_spec("apex.optimizers") is None:
-            yield Finding("note", TOPIC, "apex here is PyPI's unrelated project, not NVIDIA's: megatron-core tries to use it", "pip uninstall apex")
+        unrelated = strangers.unrelated_apex() if module == "apex" else None
+        if unrelated is not None:
+            yield Finding("note", TOPIC, f"{unrelated} is PyPI's unrelated project, not NVIDIA's: megatron-core tries to use it", "pip uninstall apex")
             continue
         yield Finding(
             "note",
