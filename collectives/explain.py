@@ -11,11 +11,19 @@ import torch
 from tio_megatron.collectives import plan, wire
 from tio_megatron.collectives.choose import schedule_for, switch_bytes
 from tio_megatron.collectives.program import cut
-from tio_megatron.contract import ReductionTree
+from tio_megatron.contract import Node, ReductionTree
 
 
 def bytes_sent(
-    size: int, elements: int, *, schedule: str = "auto", out_dtype: torch.dtype = torch.float32, rank: int | None = None, scattered: bool = False
+    size: int,
+    elements: int,
+    *,
+    schedule: str = "auto",
+    out_dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+    scattered: bool = False,
+    spans: Sequence[Sequence[Node]] | None = None,
+    leaves: int | None = None,
 ) -> int:
     """Payload bytes one rank sends in an all-reduce of ``elements`` fp32 numbers over ``size`` ranks (``scattered``: a reduce-scatter).
 
@@ -26,6 +34,8 @@ def bytes_sent(
         out_dtype: finished pieces travel in it.
         rank: which rank; the busiest by default.
         scattered: equal pieces stay at their owners.
+        spans: nodes of every rank, as :func:`~tio_megatron.collectives.all_reduce_nodes` takes them; one leaf each by default. ``elements`` are one node's.
+        leaves: of the tree that ``spans`` are nodes of.
 
     >>> bytes_sent(4, 1 << 20, schedule="scatter") == 2 * (4 << 20) * 3 // 4
     True
@@ -34,7 +44,8 @@ def bytes_sent(
     """
     schedule = schedule_for(schedule, 4 * elements, size, scattered=scattered)
     ranks = range(size) if rank is None else (rank,)
-    plans = [plan.make(schedule, plan.rank_order(size), size, r, not scattered, out_dtype == torch.float32) for r in ranks]
+    owned = plan.rank_order(size) if spans is None else tuple(tuple(nodes) for nodes in spans)
+    plans = [plan.make(schedule, owned, size if leaves is None else leaves, r, not scattered, out_dtype == torch.float32) for r in ranks]
     return max(p.sent(cut(elements, size) if p.cut else [elements], out_dtype.itemsize) for p in plans)
 
 

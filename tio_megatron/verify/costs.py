@@ -16,9 +16,8 @@ import torch
 
 from tio_megatron.collectives import bytes_sent
 from tio_megatron.contract import Contract, Layout, ModelShape, ReductionTree
-
-ACTIVATION, PARTIAL, SUM64 = 2, 4, 8
-"""Bytes of bf16, fp32 and int64."""
+from tio_megatron.verify import end_costs
+from tio_megatron.verify.cost import ACTIVATION, PARTIAL, SUM64, Cost
 
 OPERATORS = {
     "attention": ("rms_norm", "linear", "rms_norm", "rms_norm", "rope", "rope", "attention", "linear", "rms_norm"),
@@ -28,24 +27,8 @@ OPERATORS = {
 """Operators of ours in one layer's forward pass on one rank, in order; ranks add one sum for each cut row-parallel product."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One line: ``ours`` and ``stock`` bytes per rank; ``per`` says of what, ``why`` what makes the difference."""
-
-    what: str
-    per: str
-    ours: int
-    stock: int
-    why: str
-
-    @property
-    def extra(self) -> int:
-        """Bytes more than stock's."""
-        return self.ours - self.stock
-
-
 def training(contract: Contract, model: ModelShape, layout: Layout, tokens: int, dispatcher: str = "alltoall") -> list[Cost]:
-    """Of one layer's forward and backward over a micro-batch of ``tokens``, and of the gradients of one step.
+    """Of one layer's forward and backward over a micro-batch of ``tokens``, of the model's two ends, and of the gradients of one step.
 
     Args:
         contract: as both sides will load it.
@@ -63,6 +46,7 @@ def training(contract: Contract, model: ModelShape, layout: Layout, tokens: int,
         rows += _inside_experts(model, layout, tokens // layout.cp)
     if model.experts and dispatcher == "allgather" and layout.ep > 1:
         rows += _expert_nodes(model, layout, tokens // layout.cp)
+    rows += end_costs.training(contract, model, layout, tokens // layout.cp)
     for name, replicas, count in _replicated(model, layout):
         if replicas > 1:
             moved = 2 * (replicas - 1) * count // replicas
@@ -73,7 +57,7 @@ def training(contract: Contract, model: ModelShape, layout: Layout, tokens: int,
 
 
 def rollout(contract: Contract, model: ModelShape, layout: Layout, tokens: int) -> list[Cost]:
-    """Of one layer's forward over ``tokens`` tokens of a step (decode: one for each running request).
+    """Of one layer's forward over ``tokens`` tokens of a step (decode: one for each running request), and of the model's two ends.
 
     Args and errors as :func:`training`.
     """
@@ -89,7 +73,7 @@ def rollout(contract: Contract, model: ModelShape, layout: Layout, tokens: int) 
             ours = bytes_sent(layout.tp, tokens * model.top_k * model.hidden, out_dtype=torch.bfloat16)
             why = f"each of a token's {model.top_k} expert rows is completed before it is rounded and weighted; --enable-expert-parallel avoids it"
             rows.append(Cost("sums inside experts over ranks", "layer", ours, stock, why))
-    return rows
+    return [*rows, *end_costs.rollout(model, layout, tokens)]
 
 
 @dataclass(frozen=True)
@@ -112,7 +96,8 @@ class Total:
 
 
 def total(rows: Sequence[Cost], model: ModelShape, layout: Layout, tokens: int, micro_batches: int = 1) -> Total:
-    """All layers of one rank's pipeline stage over a step.
+    """All layers of one rank's pipeline stage over a step, and the ends: both without pipeline stages, else those of the first or of the last stage,
+    whichever sends more.
 
     Args:
         rows: of :func:`training` or :func:`rollout`, both of ``tokens`` tokens.
@@ -122,7 +107,9 @@ def total(rows: Sequence[Cost], model: ModelShape, layout: Layout, tokens: int, 
         micro_batches: in a step, of one data-parallel rank.
     """
     layers = -(-model.layers // layout.pp)
-    times = {"layer": layers * micro_batches, "step": 1, "rank": 0}
+    ends = {stage: sum(row.ours for row in rows if row.per == stage) for stage in ("first stage", "last stage")}
+    busier = max(ends, key=lambda stage: ends[stage])
+    times = {"layer": layers * micro_batches, "step": 1, "rank": 0} | {stage: micro_batches * (layout.pp == 1 or stage == busier) for stage in ends}
     return Total(sum(row.ours * times[row.per] for row in rows), sum(row.stock * times[row.per] for row in rows), tokens * micro_batches)
 
 
