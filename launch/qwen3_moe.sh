@@ -9,7 +9,8 @@
 # Over several hosts, on each: NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash launch/qwen3_moe.sh --tp 2 --ep 2
 # (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.)
 #
-# And in the same ways the other job, reinforcement learning: bash launch/qwen3_moe.sh rl --help
+# And in the same ways the other jobs: reinforcement learning (bash launch/qwen3_moe.sh rl --help), and whether these hosts give the bytes of
+# one process (bash launch/qwen3_moe.sh consistency --help).
 #
 # torchrun runs its file with Python, a person runs a .sh with a shell, so this file is both. To a shell, the next line is the command
 # ":", which does nothing, and the shell is gone (exec) before it meets the Python below. To Python, it opens a string that nobody
@@ -25,9 +26,12 @@ exec "$python" "$here/qwen3_moe.sh" "$@"
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+JOBS = ("rl", "consistency")
+"""First words that name a job; without one it is the main job."""
 
 
 def start_torchrun(argv: list[str]) -> int:
@@ -47,11 +51,8 @@ def start_torchrun(argv: list[str]) -> int:
     from examples.qwen3_moe import hosts
     from tio_megatron.kernels.build import LibraryError
 
-    if argv[:1] == ["rl"]:
-        from examples.qwen3_moe.rl_options import parse
-    else:
-        from examples.qwen3_moe.options import parse
-    words = argv[argv[:1] == ["rl"] :]
+    job, words = split(argv)
+    parse = import_module(f"examples.qwen3_moe.{job}_options" if job else "examples.qwen3_moe.options").parse
     try:
         options = parse(words)
         place = hosts.from_environment(os.environ)
@@ -67,7 +68,11 @@ def start_torchrun(argv: list[str]) -> int:
 
         from examples.qwen3_moe import early
 
-        early.check(options.job if argv != words else options, shared=place.many)
+        if job == "consistency":  # reads and writes nothing
+            early.check_versions()
+            early.check_network()
+        else:
+            early.check(options.job if job else options, shared=place.many)
         together = place.torchrun(f"qwen3_moe-{os.environ.get('SLURM_JOB_ID') or place.port}")
     except (LibraryError, OSError, ValueError) as problem:
         return ending.refuse(problem)
@@ -84,6 +89,8 @@ def start_torchrun(argv: list[str]) -> int:
     logging.disable(logging.ERROR)
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
+        if place.many:
+            ending.outlive_torchrun(Path(folder))
         try:
             torchrun([*together, "--log-dir", folder, *ranks])
         except ChildFailedError as failed:
@@ -111,13 +118,14 @@ def start_torchrun(argv: list[str]) -> int:
 def run_job(argv: list[str]) -> int:
     """This process's part of the job."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its errors are exceptions too, without the frames of its C++
-    if argv[:1] == ["rl"]:
-        from examples.qwen3_moe.rl import main
+    job, words = split(argv)
+    status: int = import_module(f"examples.qwen3_moe.{job or 'main'}").main(words)
+    return status
 
-        return main(argv[1:])
-    from examples.qwen3_moe.main import main
 
-    return main(argv)
+def split(argv: list[str]) -> tuple[str, list[str]]:
+    """The job's name, empty for the main one, and its options."""
+    return (argv[0], argv[1:]) if argv[:1] and argv[0] in JOBS else ("", argv)
 
 
 if __name__ == "__main__":

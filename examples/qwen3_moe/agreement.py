@@ -12,9 +12,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from examples.qwen3_moe import early, ending, prompts, stages
+from examples.qwen3_moe.consistency_options import ConsistencyOptions
 from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.options import Options
 from tio_megatron import kernels
+from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron.environments import differences, version_of
 
 if TYPE_CHECKING:
@@ -26,20 +28,18 @@ _OWN = {"out", "cache", "picture", "prompts", "model", "job"}
 """Paths: what lies there must agree, not what it is called. (And the part of the options that is looked at for itself.)"""
 
 
-def facts(given: Options | RlOptions) -> dict[str, str]:
+def facts(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
     """What must be the same on every rank, by name.
 
     Raises:
         ValueError: bad input, in one line.
         OSError: a file cannot be read.
     """
+    if isinstance(given, ConsistencyOptions):  # it makes its model, and has a contract of its own
+        return _program(given.contract) | _options(given)
     options = given if isinstance(given, Options) else given.job
     contract, configs = stages.contract_for(options), stages.configs(options)
-    version = kernels.version(contract.family)
-    found = {name: version_of(name) for name in (*early.SUPPORTED, "numpy")} | {"python": platform.python_version()}
-    found |= {"kernel family": contract.family, "kernels": version, "contract": contract.fingerprint(version)}
-    for each in (options, given):
-        found |= {f"option {field.name}": _words(getattr(each, field.name)) for field in fields(each) if field.name not in _OWN}
+    found = _program(contract) | _options(options) | _options(given)
     found["dtype"] = " ".join(config.dtype for config in configs)
     found["model"] = _digest([json.dumps(config.raw, sort_keys=True, default=str) for config in configs])
     tokenizer = options.model / "tokenizer.json" if options.model is not None else None
@@ -48,7 +48,17 @@ def facts(given: Options | RlOptions) -> dict[str, str]:
     return found
 
 
-def require(world: World, options: Options | RlOptions) -> None:
+def _program(contract: Contract) -> dict[str, str]:
+    version = kernels.version(contract.family)
+    found = {name: version_of(name) for name in (*early.SUPPORTED, "numpy")} | {"python": platform.python_version()}
+    return found | {"kernel family": contract.family, "kernels": version, "contract": contract.fingerprint(version)}
+
+
+def _options(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
+    return {f"option {field.name}": _words(getattr(given, field.name)) for field in fields(given) if field.name not in _OWN}
+
+
+def require(world: World, options: Options | RlOptions | ConsistencyOptions) -> None:
     """Every rank calls it before the job makes anything.
 
     Raises:

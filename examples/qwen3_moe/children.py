@@ -22,6 +22,11 @@ RANK_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what torchrun has put in it: for a process that is no rank."""
+    return {key: value for key, value in environ.items() if key not in RANK_VARIABLES and not key.startswith(_PREFIXES)}
+
+
 class ChildFailed(RuntimeError):
     """A child ended or reported an error that is not the user's."""
 
@@ -40,7 +45,7 @@ class Child:
         self.name = name
         log.mkdir(parents=True, exist_ok=True)
         self.log = log / f"{name.replace(' ', '_')}.log"
-        variables = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES and not key.startswith(_PREFIXES)}
+        variables = without_ranks(os.environ)
         for key, value in (environment or {}).items():
             variables.pop(key, None)
             if value is not None:

@@ -11,15 +11,20 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 SAID = "said.json"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TORCHRUN_SECONDS = 4.0
+"""That torchrun may take to end after its ranks."""
 INTERRUPTED = 128 + signal.SIGINT
 # What a person can mend about files and disks; anything else of an OSError is a mistake of the code.
 _MENDABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG", "ELOOP", "EMFILE")}
@@ -65,6 +70,37 @@ def said_below(folder: Path) -> int | None:
         status: int = json.loads(file.read_text())["status"]
         return status
     return None
+
+
+def outlive_torchrun(folder: Path) -> None:
+    """From now on this process, in which torchrun runs, ends soon after its last rank if that has failed and said why, even if torchrun does not.
+
+    On a host that is cut off torchrun waits for its store, which is on the first host, as long as it would wait for hosts at the start. Not for runs
+    that are restarted: there torchrun may have no ranks for a while.
+    """
+
+    def watch() -> None:
+        since = time.monotonic()
+        while True:
+            time.sleep(0.2)
+            said = said_below(folder)
+            if said is None or _has_children():
+                since = time.monotonic()
+            elif time.monotonic() - since > TORCHRUN_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+                leave(said)
+
+    threading.Thread(target=watch, daemon=True, name="outlive torchrun").start()
+
+
+def _has_children() -> bool:
+    """Whether this process has children that have not ended."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # one of them has just ended
+            for number in task.read_text().split():
+                if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    return True
+    return False
 
 
 def describe(problem: BaseException) -> str:

@@ -1,29 +1,24 @@
-"""The same bytes whatever hosts the ranks are on: one host with 4 ranks, 2 hosts x 2, 4 hosts x 1, other orders, a network with faults, one process."""
+"""The same bytes whatever hosts the ranks are on: one host with 4 ranks, 2 hosts x 2, 4 hosts x 1, other orders, a network with faults, one process.
+
+What runs is ``launch/qwen3_moe.sh consistency``, which people run on their own hosts, by torchrun's c10d rendezvous.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import re
+import subprocess
 from pathlib import Path
 
-import host_ranks
+import launched
 import netns_hosts as network
 import pytest
-from bad_switch import Faults
 from loud import skip_outside_ci
 
-from tio_megatron.testing import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
-RANKS = str(ROOT / "tests" / "support" / "host_ranks.py")
-ROWS = ["tp4+ep4", "tp2+dp2+ep4", "pp2+tp2+ep2"]
+LAYOUTS = ("tp4+ep4", "tp2+dp2+ep4", "pp2+tp2+ep2")
 """Tensor and expert parallel groups across hosts, and pipeline stages on hosts of their own."""
-SIZES = [1, 1023, 1 << 17, (1 << 17) + 1]
-"""Elements a rank; of four ranks' fp32 the third is the last that the automatic choice sends by doubling (2 MiB), the fourth goes by scatter."""
-STEPS = 2
+SIZES = 4
 LACKING = network.missing()
-PLACES = {"one host": (1, 4), "two hosts": (2, 2), "four hosts": (4, 1)}
+PLACES = {"one host": (1, "4 ranks on 1 host"), "two hosts": (2, "4 ranks on 2 hosts"), "four hosts": (4, "4 ranks on 4 hosts")}
 
 
 @pytest.fixture(autouse=True)
@@ -33,66 +28,77 @@ def _needed() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, str]:
-    """What one process trains, and the log-probabilities that it gives then."""
-    return {"ordered": run_ranks(1, _alone, timeout=300)[0]}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process trains, and the log-probabilities that it gives then, as one digest."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = ["bash", launched.JOB, "consistency", "--layouts", "tp1", "--sizes"]
+    done = subprocess.run(words, env=launched.environment(folder), cwd=folder, capture_output=True, text=True, timeout=240)
+    found = re.search(r"1 rank on 1 host: the bytes of one process in 1 of 1 layouts \(.* ([0-9a-f]{64})\)$", done.stdout.strip())
+    assert done.returncode == 0 and found, done
+    return found[1]
 
 
-def _alone(rank: int) -> str:
-    return host_ranks.trained("tp1", STEPS)
-
-
-def run(hosts: int, ranks: int, settings: dict, *, faults: Faults | None = None, backwards: bool = False, seconds: float = 300) -> dict:
-    """What rank 0 prints; every host ends well. ``backwards``: the last host is torchrun's first node."""
-    with network.hosts(hosts, faults) as made:
-        order = made[::-1] if backwards else made
-        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "TIO_CONTRACT")}
-        environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        processes = []
-        for number, host in enumerate(order):
-            where = [
-                "--nnodes",
-                str(hosts),
-                "--node-rank",
-                str(number),
-                "--master-addr",
-                order[0].address,
-                "--master-port",
-                "29400",
-            ]  # in namespaces of our own: nobody else has it
-            words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *where, RANKS, json.dumps(settings)]
-            processes.append(host.start(words, environment, ROOT))
-        ended = [process.communicate(timeout=seconds) for process in processes]
-        assert [process.returncode for process in processes] == [0] * hosts, ended
-        (line,) = [line for out, _ in ended for line in out.splitlines() if line.startswith("{")]
-        return json.loads(line)
-
-
-def check(found: dict, alone: dict[str, str]) -> None:
-    assert set(found["rows"].values()) == {alone["ordered"]}
-    for elements in SIZES:
-        by_name = {name.split()[1]: digest for name, digest in found["sums"].items() if name.startswith(f"{elements} ")}
-        vendor = by_name.pop("vendor")
-        assert len(set(by_name.values())) == 1, (elements, by_name)
-        assert elements == 1 or vendor != by_name["tree"], "the vendor's sum has another order: this would notice"
+def check(found: list[launched.Ended], alone: str, places: str, layouts: int) -> None:
+    """Every host has ended well, and one of them has said that all is as in one process."""
+    assert [status for status, _, _ in found] == [0] * len(found), found
+    (said,) = [out for _, out, _ in found if out]
+    assert f"{places}: the bytes of one process in {layouts} of {layouts} layouts (" in said, said
+    assert said.strip().endswith(f"2 steps, {alone}); the tree's in {SIZES} of {SIZES} sizes"), said
+    # The vendor's sum has another order: what compares the digests would notice. One number a rank is added alike by chance.
+    assert len(re.findall(r"by every schedule; torch's own all-reduce: [0-9a-f]{16}\n", said)) >= SIZES - 1, said
 
 
 @pytest.mark.parametrize("place", ["two hosts", pytest.param("one host", marks=pytest.mark.full), pytest.param("four hosts", marks=pytest.mark.full)])
-def test_hosts_change_no_byte(alone, place):
-    hosts, ranks = PLACES[place]
-    check(run(hosts, ranks, {"rows": ROWS, "steps": STEPS, "sizes": SIZES}), alone)
+def test_hosts_change_no_byte(alone, place, tmp_path):
+    hosts, places = PLACES[place]
+    check(launched.run(hosts, tmp_path, ["consistency", "--layouts", *LAYOUTS, "--expect", alone]), alone, places, len(LAYOUTS))
 
 
 @pytest.mark.full
-def test_the_order_of_hosts_changes_no_byte(alone):
-    check(run(2, 2, {"rows": ROWS[:1], "steps": STEPS, "sizes": SIZES}, backwards=True), alone)
+def test_the_order_of_hosts_changes_no_byte(alone, tmp_path):
+    found = launched.run(2, tmp_path, ["consistency", "--layouts", LAYOUTS[0], "--expect", alone], backwards=True)
+    check(found, alone, "4 ranks on 2 hosts", 1)
 
 
-def test_a_network_with_faults_changes_no_byte(alone):
-    check(run(2, 2, {"rows": ROWS[:1], "steps": STEPS, "sizes": SIZES}, faults=Faults()), alone)
+def test_a_network_with_faults_changes_no_byte(alone, tmp_path):
+    found = launched.run(2, tmp_path, ["consistency", "--layouts", LAYOUTS[0], "--expect", alone], faults=network.Faults())
+    check(found, alone, "4 ranks on 2 hosts", 1)
 
 
 @pytest.mark.full
-def test_stock_differs(alone):
-    found = run(2, 2, {"stock": ["tp4+ep4", "tp2+dp2+ep4"], "steps": STEPS})
-    assert len({*found["stock"].values(), alone["ordered"].split()[0]}) == 3, found
+def test_the_run_compares_itself_with_one_process(alone, tmp_path):
+    """As people start it, without --expect; the control is another number of steps."""
+    found = launched.run(2, tmp_path, ["consistency", "--layouts", "ep2", "--expect", alone, "--steps", "1", "--sizes", "5"])
+    assert [status for status, _, _ in found] == [1, 1] and any("in 0 of 1 layouts" in out for _, out, _ in found), found
+    found = launched.run(2, tmp_path, ["consistency", "--layouts", "ep2", "--sizes", "5"])
+    assert [status for status, _, _ in found] == [0, 0] and any(f", {alone}); the tree's in 1 of 1 sizes" in out for _, out, _ in found), found
+
+
+@pytest.mark.full
+def test_stock_differs(tmp_path):
+    found = launched.run(2, tmp_path, ["consistency", "--stock", "--layouts", *LAYOUTS[:2], "--sizes", "7"])
+    said = "".join(out for _, out, _ in found)
+    digests = re.findall(r"^\[ *[0-9.]+ s\] .* s; ([0-9a-f]{64})$", said, re.MULTILINE)
+    assert [status for status, _, _ in found] == [1, 1] and len(set(digests)) == 2, found
+    assert "4 ranks on 2 hosts: the bytes of one process in 0 of 2 layouts (stock, " in said, found
+
+
+def test_a_soak_ends_in_time_and_finds_nothing(tmp_path: Path):
+    found = launched.run(2, tmp_path, ["consistency", "--soak", "1", "--layouts", "dp2"])
+    assert [status for status, _, _ in found] == [0, 0], found
+    assert any(re.search(r"2 ranks on 2 hosts: \d+ collectives in 1 s, 0 with other bytes", out) for _, out, _ in found), found
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--layouts", "tp2", "dp4"], "--layouts dp4: 4 ranks, and tp2 has 2; all must have the same number"),
+        (["--expect", "12"], "--expect must be 64 hexadecimal digits"),
+        (["--sizes", "0"], "must be at least 1"),
+        (["--soak", "-1"], "--soak must be a number of seconds"),
+        (["--layouts", "tp3"], "tp3"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path, words, says):
+    done = subprocess.run(["bash", launched.JOB, "consistency", *words], env=launched.environment(tmp_path), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

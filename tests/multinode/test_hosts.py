@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import netns_hosts as network
 import pytest
+from launched import JOB, environment, free_port, run
 from loud import skip_outside_ci
 
-ROOT = Path(__file__).resolve().parents[2]
-JOB = str(ROOT / "launch" / "qwen3_moe.sh")
 QUICK = ("--quick", "--pretrain-steps", "2", "--no-control", "--rounds", "1", "--trainers", "tp1", "--rollouts", "tp1", "--max-new-tokens", "4")
 LACKING = network.missing()
 
@@ -24,35 +18,6 @@ LACKING = network.missing()
 def _needed() -> None:
     if LACKING:
         skip_outside_ci(f"{LACKING}: tests over several hosts")
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC_PER_NODE", "TIO_CONTRACT", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return kept | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "TIO_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | more
-
-
-def free_port() -> int:
-    """Of this machine, so very likely of a fresh namespace."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def run(count: int, folder: Path, words: Sequence[str], seconds: float = 240, **more: str) -> list[tuple[int, str, str]]:
-    """The launch script on ``count`` hosts: (exit status, stdout, stderr) of each."""
-    port = str(free_port())
-    with network.hosts(count) as made:
-        processes = []
-        for number, host in enumerate(made):
-            variables = {"NNODES": str(count), "NODE_RANK": str(number), "MASTER_ADDR": made[0].address, "MASTER_PORT": port}
-            processes.append(host.start(["bash", JOB, *words], environment(folder, **variables, **more), folder))
-        found = []
-        for process in processes:
-            out, err = process.communicate(timeout=seconds)
-            found.append((process.returncode, out, err))
-        left = [number for host in made for number in host.processes()]
-        assert not left, "no process outlives the job"
-        return found
 
 
 def test_two_hosts_train_and_agree_with_the_rollout(tmp_path):

@@ -1,7 +1,7 @@
 """Hosts on one machine: Linux network namespaces, each with an address of its own, joined by veth pairs and a bridge. Needs root and iproute2.
 
-Nothing of the machine's own network is touched: the bridge lives in a namespace too. A host sees no interface but ``lo`` and ``eth0``; files are
-shared, as on a cluster with one file system.
+Nothing of the machine's own network is touched: the bridge lives in a namespace too. A host sees no interface but ``lo`` and ``eth0``, has a name and
+processes of its own, and cannot look at those of others; files are shared, as on a cluster with one file system.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ from pathlib import Path
 from bad_switch import Faults
 
 _NUMBERS = itertools.count()
+_INIT = """hostname "$0"
+"$@"
+status=$?
+for process in /proc/[0-9]*; do
+    words=$(tr '\\0' ' ' < "$process/cmdline" 2> /dev/null)
+    [ "$process" = /proc/1 ] || [ -z "$words" ] || { echo "$0: left behind: $words" >&2; status=99; }
+done
+exit $status"""
+"""The first process of a host, in sh. With it the system would end whatever the job has left behind, so it looks before: status 99."""
 
 
 def missing() -> str | None:
@@ -31,12 +40,15 @@ def missing() -> str | None:
         return "not root: network namespaces cannot be made"
     if shutil.which("ip") is None:
         return "no `ip` command: apt-get install iproute2"
+    if shutil.which("unshare") is None:
+        return "no `unshare` command: apt-get install util-linux"
     name = f"tio-{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
         return f"network namespaces are not allowed here ({made.stderr.strip()})"
+    inside = subprocess.run(["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--mount-proc", "--uts", "true"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], check=True)
-    return None
+    return f"namespaces of processes are not allowed here ({inside.stderr.strip()})" if inside.returncode else None
 
 
 @dataclass
@@ -48,9 +60,10 @@ class Host:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
-        """A process of this host, in a session of its own."""
+        """A process of this host, in a session and among processes of its own. It ends with status 99 where it leaves a process behind."""
+        init = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", _INIT, self.name.rpartition("-")[2]]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command], env=dict(environment), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            ["ip", "netns", "exec", self.name, *init, *command], env=dict(environment), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
