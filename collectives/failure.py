@@ -181,8 +181,11 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
     """Who is missing, and in words why."""
     words = heard.words
     own = [rank for rank in others if rank in words and words[rank].own]
+    failed = [rank for rank in own if not words[rank].ended]
+    if failed:
+        return tuple(failed), "; ".join(f"rank {rank} has left with {words[rank].text}" for rank in failed[:_SHOWN])
     if own:
-        return tuple(own), "; ".join(f"rank {rank} has left with {words[rank].text}" for rank in own[:_SHOWN])
+        return tuple(own), f"{_ranks(own)} {'has' if len(own) == 1 else 'have'} ended early, without an error: the end of the program, or sys.exit"
     silent = [rank for rank in others if rank not in words]
     states = {rank: heard.who[rank].state() if rank in heard.who else "unknown" for rank in silent}
     if heard.lost and not heard.reached:
@@ -214,7 +217,7 @@ def _silence(rank: int, who: Who | None, state: str, asked: bool = True) -> str:
         return f"rank {rank} does not answer (it has not come to any collective yet)"
     at = f"pid {who.pid} on {who.host}"
     if state == "gone":
-        return f"rank {rank} has died ({at})"
+        return f"rank {rank} has died ({at})" if asked else f"rank {rank} has died or ended early ({at})"
     if state == "stopped":
         return f"rank {rank} is stopped ({at}; by SIGSTOP or a debugger)"
     if state == "running":

@@ -6,6 +6,7 @@ Nothing here may hang or raise: the store may be as unreachable as the ranks, so
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -25,9 +26,10 @@ LIMIT = 600
 """Most characters of a rank's last words."""
 
 _POLL = 0.02
-_START = f"tio_megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_ONE_HOST = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+_START = f"tio_megatron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if _ONE_HOST else '0'}"
 _WHO, _WORDS = f"{_START}/who/", f"{_START}/words/"
-"""Of this start: torchrun's store outlives the ranks that it restarts."""
+"""Of this start: torchrun's store outlives the ranks that it restarts. Over several hosts each torchrun has a count of its own, which need not agree."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ class Who:
 
 @dataclass(frozen=True)
 class Words:
-    """Why ``rank`` leaves. ``own``: an error of its own; else it lost others, and once it is ``final`` has found ``missing`` missing."""
+    """Why ``rank`` leaves. ``own``: an error of its own, or (``ended``) its program's end; else it lost others, and once it is ``final`` has found
+    ``missing`` missing.
+    """
 
     rank: int
     text: str
     own: bool = False
+    ended: bool = False
     missing: tuple[int, ...] = ()
     final: bool = False
 
@@ -79,7 +84,7 @@ class Session:
     """This process's part in one default process group: the group's store, and what has been said there."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self.store, self.rank = store, rank
+        self.store, self.rank, self.pid = store, rank, os.getpid()
         self.said = False
         self.who: dict[int, Who] = {}
 
@@ -107,6 +112,12 @@ class Session:
             self.said = True
             _bounded(lambda: _say(_clone(self.store), words), seconds)
 
+    def end(self) -> None:
+        """Leave word that this rank's program has come to its end, unless it has said more. Over the connection that is there: a set waits for no answer."""
+        if not self.said and self.pid == os.getpid():
+            self.said = True
+            _bounded(lambda: _say(self.store, Words(self.rank, "", own=True, ended=True)), 0.5)
+
     def exchange(self, words: Words, ranks: Sequence[int], seconds: float) -> Heard:
         """Leave ``words`` and listen for those of ``ranks`` until the reason is known or ``seconds`` have passed."""
         heard, first, self.said = Heard(who=dict(self.who)), not self.said, True
@@ -117,6 +128,7 @@ class Session:
             store = _clone(self.store)
             if first:
                 _say(store, words)
+            sure = False
             while True:
                 for rank in ranks:
                     if rank not in heard.who and store.check([f"{_WHO}{rank}"]):
@@ -126,8 +138,9 @@ class Session:
                 heard.reached = True
                 silent = [rank for rank in ranks if rank not in heard.words]
                 lost = [rank for rank in silent if rank in heard.who and heard.who[rank].state() in ("gone", "stopped")]
-                if len(lost) == len(silent) or any(found.own for found in heard.words.values()) or time.monotonic() > deadline:
+                if any(found.own for found in heard.words.values()) or time.monotonic() > deadline or (len(lost) == len(silent) and sure):
                     return
+                sure = len(lost) == len(silent)  # once more: who has just gone may have said something before
                 time.sleep(_POLL)
 
         _bounded(converse, seconds + 2 * _POLL)
@@ -186,6 +199,7 @@ def _listen() -> None:
     if _stock_hook is None:
         _stock_hook = sys.excepthook
         sys.excepthook = _last
+        atexit.register(_end)
 
 
 def _last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -193,6 +207,12 @@ def _last(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if _session is not None and dist.is_initialized():
         _session.leave(Words(_session.rank, described(error), own=True), 1.0)
     _stock_hook(kind, error, trace)
+
+
+def _end() -> None:
+    """The program has ended, with or without its group: who still waits for this rank would else take it for busy, or killed."""
+    if _session is not None:
+        _session.end()
 
 
 def described(error: BaseException) -> str:

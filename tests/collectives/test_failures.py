@@ -127,6 +127,19 @@ collectives.all_reduce(torch.ones(3), dist.group.WORLD)
 """
 
 
+EARLY = PROGRAM.replace('raise KeyError("a bug of rank 1" + " and much about it" * 100)', "{}")
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "dist.destroy_process_group(); sys.exit(0)", "sys.exit(3)"])
+def test_a_rank_that_ends_early_without_an_error(tmp_path, end):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "TIO_COLLECTIVE_SECONDS": str(SECONDS)}
+    words = [[sys.executable, "-c", EARLY.format(end), str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
+    started = [subprocess.Popen(each, env=environment, stderr=subprocess.PIPE, text=True) for each in words]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [1, 3 if "3" in end else 0] and not said[1], said
+    assert "over ranks 0, 1: rank 1 has ended early, without an error: the end of the program, or sys.exit; rank 0 noticed" in said[0], said
+
+
 def test_an_error_between_collectives_is_heard_too(tmp_path):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "TIO_COLLECTIVE_SECONDS": str(SECONDS)}
     words = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
@@ -189,6 +202,8 @@ class Deaf(Session):
         (Heard({1: Words(1, "a"), 2: Words(2, "b")}, {}, True), (), "no rank is missing, the connections between them broke"),
         (Heard({1: Words(1, "x", missing=(5,)), 2: Words(2, "b")}, {}, True), (5,), "rank 1 has left: x"),
         (Heard({1: Words(1, "x", missing=(0,)), 2: Words(2, "b")}, {}, True), (), "rank 1 gave up waiting for this rank"),
+        (Heard({1: Words(1, "", own=True, ended=True), 2: Words(2, "b")}, {}, True), (1,), "rank 1 has ended early, without an error"),
+        (Heard({1: Words(1, "", own=True, ended=True), 2: Words(2, "E: q", own=True)}, {}, True), (2,), "rank 2 has left with E: q"),
         (Heard({1: Words(1, "ValueError: q", own=True)}, {}, True), (1,), "rank 1 has left with ValueError: q"),
     ],
 )
