@@ -43,13 +43,15 @@ class Trainer:
         contract: the order of every sum, or None for stock Megatron.
         longest: tokens of the longest sequence.
         seed: of Megatron's random states.
+        device: where the model lies; on the CPU, stock megatron-core is made to run there.
     """
 
-    def __init__(self, config: CheckpointConfig, layout: TrainerLayout, contract: Contract | None, *, longest: int, seed: int = 1) -> None:
-        cpu_device.enable()
+    def __init__(self, config: CheckpointConfig, layout: TrainerLayout, contract: Contract | None, *, longest: int, seed: int = 1, device: str = "cpu") -> None:
+        if device == "cpu":
+            cpu_device.enable()
         if contract is not None:
             tio_megatron.apply(contract, vocab_size=config.shape.vocab)
-        self.config, self.layout, self.contract = config, layout, contract
+        self.config, self.layout, self.contract, self.device = config, layout, contract, device
         sizes = layout.layout
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tp,
@@ -62,7 +64,7 @@ class Trainer:
         model_parallel_cuda_manual_seed(seed)
         fields = {"moe_token_dispatcher_type": layout.dispatcher} if config.shape.experts else {}
         self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_weighted_grads, calculate_per_token_loss=True, **fields)
-        self.model: torch.nn.Module = gpt_model(config, self.megatron, vocab_size=padded_vocab(config, sizes, contract), max_positions=longest)
+        self.model: torch.nn.Module = gpt_model(config, self.megatron, vocab_size=padded_vocab(config, sizes, contract), max_positions=longest).to(device)
         self.optimizer: Any = None
         self.multiple = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
         self.sequences = Sequences(rank=parallel_state.get_context_parallel_rank(), ranks=sizes.cp)
@@ -138,7 +140,7 @@ class Trainer:
         losses: list[float] = []
 
         def loss_of(losses_of_tokens: torch.Tensor, part: Batch) -> tuple[torch.Tensor, ...]:
-            total = (losses_of_tokens.float() * own_tokens(part.weights, self.sequences)).sum()
+            total = (losses_of_tokens.float() * own_tokens(part.weights.to(self.device), self.sequences)).sum()
             losses.append(float(total.detach()))
             # Weights count every token once, so nothing is divided afterwards.
             return total, torch.tensor(part.weights.numel(), dtype=torch.int), {}
@@ -167,12 +169,12 @@ class Trainer:
 
     def _schedule(self, parts: Sequence[Batch], loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, Any]]], *, forward_only: bool) -> None:
         length = parts[0].tokens.shape[1]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1) if self.sequences.ranks == 1 else None
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).triu_(1) if self.sequences.ranks == 1 else None
 
         def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]]:
             part = next(iterator)
-            tokens, labels = (own_tokens(t, self.sequences) for t in (part.tokens, part.labels))
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            tokens, labels = (own_tokens(t.to(self.device), self.sequences) for t in (part.tokens, part.labels))
+            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
             output = model(tokens, positions, mask, labels=labels)
             return output, lambda result: loss_of(result, part)
 

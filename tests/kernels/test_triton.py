@@ -78,16 +78,31 @@ def test_the_compilers_report_is_the_one_in_the_repository():
 
     known = GOLDEN.read_text()
     if families.version("triton-sm90") not in known:
-        pytest.skip(f"{GOLDEN.name} is of another compiler than this {families.version('triton-sm90')}")
+        pytest.skip(f"{GOLDEN.name} is of the locked compiler, this is {families.version('triton-sm90')}; remake it with the lock: {triton_report.COMMAND}")
     assert triton_report.table() == known
 
 
-def test_the_check_for_a_gpu_rehearses_on_the_cpu():
+def test_the_check_for_a_gpu_rehearses_on_the_cpu(tmp_path: Path):
     """Trainer TP 2 EP 2 in two processes and paged rollout: the script that waits for a GPU, with the CPU's kernels."""
     script = [sys.executable, "benchmarks/gpu_check.py"]
-    done = subprocess.run([*script, "--rehearse", "--tokens", "12"], cwd=ROOT, capture_output=True, text=True)
+    rehearsal = [*script, "--rehearse", "--tokens", "12", "--steps", "layers", "--out", str(tmp_path)]
+    done = subprocess.run(rehearsal, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("max |logdiff| 0\n") >= 2, done.stdout + done.stderr
+    assert (tmp_path / "report.txt").read_text() == done.stdout
     assert subprocess.run(script, cwd=ROOT, capture_output=True, text=True).returncode == 2
+    assert "nothing is none of layers, job" in subprocess.run([*script, "--steps", "nothing"], cwd=ROOT, capture_output=True, text=True).stderr
+
+
+@pytest.mark.full
+def test_the_main_job_for_a_gpu_rehearses_on_the_cpu(tmp_path: Path):
+    """megatron-core under the contract scores and trains in both layouts, the rollout kernels beside it; the stock control differs."""
+    done = subprocess.run([sys.executable, "benchmarks/gpu_check.py", "--rehearse", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if "round" in line]
+    assert len(rows) == 4 and all(line.endswith("    0 differ   max |logdiff| 0") for line in rows), done.stdout
+    assert "weights after 2 steps of Adam: 0 of 36 tensors differ" in done.stdout
+    stock = next(line for line in done.stdout.splitlines() if line.startswith("stock"))
+    assert float(stock.split()[-1]) > 0, stock
 
 
 @needs_triton

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     on_device = config.getoption("--kernels-on", None)
-    if HERE in collection_path.parents and (not (INTERPRETED or on_device) or on_device and collection_path.name == "test_layers.py"):
+    if HERE in collection_path.parents and (not (INTERPRETED or on_device) or on_device and collection_path.name in ("test_layers.py", "test_main_job.py")):
         return True
     return None
 

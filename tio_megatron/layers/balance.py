@@ -73,7 +73,7 @@ def add_balance_loss(
         raise ValueError("the auxiliary loss counts tokens, and these packed samples hold padding: pass padding_mask [b, s], True for padding")
     if length * batch.sequences.ranks > MOST_TOKENS:
         raise ValueError(f"the auxiliary loss: {length * batch.sequences.ranks} positions, more than {MOST_TOKENS}")
-    of = batch.samples(length, samples, slices, 0 if slices == 1 else rank(batch.tensor))
+    of = batch.samples(length, samples, slices, 0 if slices == 1 else rank(batch.tensor)).to(logits.device)
     if padding is not None:
         of = of.masked_fill(padding, NOT_COUNTED)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, sequence
     """
     if sequences.ranks == 1:
         return attention(q, k, v, scale=scale, cu_seqlens=sequences.starts)
-    order = global_rows(sequences, q.shape[0])
+    order = global_rows(sequences, q.shape[0]).to(q.device)
     _check(sequences, group)
     by_heads = not (q.shape[-2] % sequences.ranks or k.shape[-2] % sequences.ranks)
     way: _Heads | _Tokens = _Heads(order, group, sequences.ranks) if by_heads else _Tokens(order, group, sequences)
@@ -88,7 +88,7 @@ def own_tokens(x: Tensor, sequences: Sequences) -> Tensor:
     if x.shape[1] % (2 * sequences.ranks):
         raise ValueError(f"context parallelism: {x.shape[1]} tokens do not divide into {2 * sequences.ranks} chunks; pad them")
     length = x.shape[1] // sequences.ranks
-    return x.index_select(1, global_rows(sequences, length)[sequences.rank * length :][:length])
+    return x.index_select(1, global_rows(sequences, length)[sequences.rank * length :][:length].to(x.device))
 
 
 def all_tokens(x: Tensor, sequences: Sequences, group: Group) -> Tensor:
@@ -97,7 +97,7 @@ def all_tokens(x: Tensor, sequences: Sequences, group: Group) -> Tensor:
         return x
     _check(sequences, group)
     order = global_rows(sequences, x.shape[1])
-    return all_gather(x.detach().transpose(0, 1).contiguous(), group).index_select(0, order.argsort()).transpose(0, 1)
+    return all_gather(x.detach().transpose(0, 1).contiguous(), group).index_select(0, order.argsort().to(x.device)).transpose(0, 1)
 
 
 def _check(sequences: Sequences, group: Group) -> None:

@@ -42,7 +42,8 @@ class ToAutograd:
             return [linear_kernel.matmul(dy.t(), x.t()).to(weights[0].dtype)]
         edges = grains.starts[grains.of].tolist()
         if grains.order is not None:
-            dy, x = dy.index_select(0, grains.order), x.index_select(0, grains.order)
+            order = grains.order.to(dy.device)
+            dy, x = dy.index_select(0, order), x.index_select(0, order)
         return [linear_kernel.matmul(dy[lo:hi].t(), x[lo:hi].t()).to(w.dtype) for lo, hi, w in zip(edges[:-1], edges[1:], weights, strict=True)]
 
     def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:

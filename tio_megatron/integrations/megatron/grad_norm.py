@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tio_megatron.collectives import wire
 from tio_megatron.kernels.squares import add_squares_, empty_sum, root, scale_
 from tio_megatron.layers.optimizer import Adam
 
@@ -25,17 +26,19 @@ def norm_of(parts: Sequence[tuple[Sequence[torch.Tensor], dist.ProcessGroup | No
         The same float64 on every rank, whatever the layout; infinity or NaN where a gradient is.
     """
     sums: list[tuple[dist.ProcessGroup | None, torch.Tensor]] = []
+    device = next((grad.device for grads, _ in parts for grad in grads), torch.device("cpu"))
     for grads, group in parts:
         total = next((total for known, total in sums if known is group or known == group), None)
         if total is None:
-            total = empty_sum()
+            total = empty_sum(device)
             sums.append((group, total))
         for grad in grads:
             add_squares_(total, grad)
     whole = empty_sum()
     for group, total in sums:
+        total = total.to(wire.device(group))
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        whole += total
+        whole += total.cpu()
     return root(whole)
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tio_megatron.collectives import wire
+
 if TYPE_CHECKING:
     from tio_megatron.integrations.megatron.grad_sums import Groups, ParameterSum
 
@@ -43,7 +45,7 @@ def refuse_bad_step(parameters: Sequence[ParameterSum], seen: Sequence[Seen], gr
     losses, counted = sum(one.losses for one in seen), [count for one in seen for count in one.tokens]
     tokens = sum(int(count.sum()) for count in counted)
     weighted = any(one.weighted for one in seen)
-    found = torch.tensor([losses, len(counted), tokens, weighted, len(foreign), len(bad)])
+    found = torch.tensor([losses, len(counted), tokens, weighted, len(foreign), len(bad)], device=wire.device(dist.group.WORLD))
     if dist.get_world_size() > 1:
         dist.all_reduce(found)
     losses, counts, tokens, weighted, strangers, spoiled = found.tolist()

@@ -35,7 +35,7 @@ def require_causal(mask: torch.Tensor | None, length: int, context_ranks: int = 
         return
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, length, length):
         raise ValueError(f"attention: a mask of {mask.dtype} {tuple(mask.shape)} is not supported; pass None or bool [batch, 1, {length}, {length}]")
-    causal = torch.ones(length, length, dtype=torch.bool).triu(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
     for sample, hidden in enumerate(mask[:, 0]):
         padding = int(hidden.all(0).flip(0).long().cumprod(0).sum())
         wrong = ((hidden != causal)[: length - padding]).nonzero()

@@ -33,7 +33,7 @@ def row_labels(way: AllToAll | AllGather, hidden_shape: torch.Size, slices: int)
         return None
     length, samples = hidden_shape[0] * slices, hidden_shape[1]
     labels = batch.labels(length, samples, slices, 0 if slices == 1 else rank(batch.tensor))
-    return RowLabels(way.label(labels), batch, batch.expert_copies > 1 and batch.sliced(length, samples, slices)[1])
+    return RowLabels(way.label(labels.to(way.ids.device)), batch, batch.expert_copies > 1 and batch.sliced(length, samples, slices)[1])
 
 
 class _TwoSteps:

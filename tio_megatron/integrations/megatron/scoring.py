@@ -97,7 +97,8 @@ def token_logprobs(
     context = parallel_state.get_context_parallel_world_size()
     chunks = 2 * context if context > 1 else 1
     slices = context * config.tensor_model_parallel_size if config.sequence_parallel else 1
-    batches = list(_batches(ids, batch or len(ids), packed, chunks, math.lcm(chunks, slices), alike=pipeline > 1))
+    device = next(inner.parameters()).device
+    batches = list(_batches(ids, batch or len(ids), packed, chunks, math.lcm(chunks, slices), device, alike=pipeline > 1))
     scores = Scores()
 
     def collect(output: torch.Tensor, item: _Batch) -> None:
@@ -111,7 +112,7 @@ def token_logprobs(
         if rows is not None:
             asked = wanted[first : first + len(item.places)]
             places = [(row, start + p) for (row, start, _), positions in zip(item.places, asked, strict=True) for p in positions]
-            at = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+            at = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 2)
             scores.rows += _rows(output, at, cut, shard, group, inner.tio_groups.cp).split([len(positions) for positions in asked])
 
     training = model.training
@@ -130,7 +131,7 @@ def token_logprobs(
 def _run(model: Any, item: _Batch) -> torch.Tensor:
     # Rotary positions come from where the tokens lie, not from these ids, which stock asks for all the same.
     tokens, padding = own_tokens(item.tokens, item.sequences), own_tokens(item.padding, item.sequences)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if not release().padding_mask or not _unwrapped(model).config.num_moe_experts or not item.padding.any():
         return model(tokens, positions, None, packed_seq_params=item.packed)
     # Only a router reads the mask: padding is never sent to an expert. Where it cannot be told, padding costs time and changes no true token.
@@ -142,7 +143,7 @@ def _rows(output: torch.Tensor, at: torch.Tensor, cut: Sequences, shard: VocabSh
     if cut.ranks == 1:
         return vocab_logprob_rows(output[at[:, 0], at[:, 1]], shard, group=group)
     length = output.shape[1]
-    held = global_rows(cut, length).argsort()[at[:, 1]]
+    held = global_rows(cut, length).argsort().to(at.device)[at[:, 1]]
     owner = held // length
     mine = owner == cut.rank
     found = vocab_logprob_rows(output[at[mine, 0], held[mine] % length], shard, group=group)
@@ -175,10 +176,11 @@ def _pipeline(model: Any, batches: list[_Batch], collect: Callable[[torch.Tensor
     )
 
 
-def _batches(ids: list[torch.Tensor], batch: int, packed: bool, chunks: int, multiple: int, alike: bool) -> Iterator[_Batch]:
+def _batches(ids: list[torch.Tensor], batch: int, packed: bool, chunks: int, multiple: int, device: torch.device, alike: bool) -> Iterator[_Batch]:
     """Cut the sequences into forward passes whose lengths are multiples of ``multiple``, packed ones each padded to a multiple of ``chunks``.
 
-    ``alike`` gives all the same shape, as a pipeline needs.
+    Tokens lie on the model's ``device``; where sequences start stays on the host, where attention reads it. ``alike`` gives all the same shape, as a
+    pipeline needs.
     """
     groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
     lengths = [sum(_up(len(one), chunks) for one in group) if packed else max(map(len, group)) for group in groups]
@@ -198,7 +200,8 @@ def _batches(ids: list[torch.Tensor], batch: int, packed: bool, chunks: int, mul
             padding[place[0], place[1] : place[1] + place[2]] = False
             places.append(place)
             start += _up(len(sequence), chunks)
-        yield _Batch(tokens, targets, padding, places, _packing([_up(n, chunks) for _, _, n in places], length) if packed else None)
+        packing = _packing([_up(n, chunks) for _, _, n in places], length) if packed else None
+        yield _Batch(tokens.to(device), targets.to(device), padding.to(device), places, packing)
 
 
 def _up(length: int, multiple: int) -> int:

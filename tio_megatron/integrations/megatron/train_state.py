@@ -27,6 +27,7 @@ from tio_megatron.checkpoint import (
     whole_beside,
     write_checkpoint,
 )
+from tio_megatron.collectives import wire
 from tio_megatron.integrations.megatron import resume_checks as checks
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state, import_state
 from tio_megatron.integrations.megatron.random_states import packed, random_states, restore_random_states
@@ -209,7 +210,7 @@ class _Stopped(Exception):
 def _says_stop(failed: bool) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return failed
-    flag = torch.tensor([int(failed)])
+    flag = torch.tensor([int(failed)], device=wire.device(dist.group.WORLD))
     dist.broadcast(flag, 0)
     return bool(flag.item())
 

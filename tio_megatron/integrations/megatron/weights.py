@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, TensorSpec, tensor_table
+from tio_megatron.collectives import wire
 from tio_megatron.integrations.megatron.pieces import VOCABULARY, Piece, pieces, unwrap
 
 
@@ -56,7 +57,7 @@ def export_weights(
     mine = {(piece.name, piece.start): piece.view for piece in held}
     owners = _owners(held)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    dtype, device = getattr(torch, config.dtype), next(unwrap(model).parameters()).device
+    dtype = getattr(torch, config.dtype)
     receives = destination is None or destination == rank
     for name, spec in tensor_table(config.shape).items():
         if before is not None:
@@ -68,7 +69,7 @@ def export_weights(
             if part is not None:
                 part = part.reshape(_shape_of(spec, axis, start, stop))
             if world > 1 and owner != destination:
-                part = _moved(part, _shape_of(spec, axis, start, stop), dtype, device, owner, destination, rank)
+                part = _moved(part, _shape_of(spec, axis, start, stop), dtype, owner, destination, rank)
             if target is not None and part is not None:
                 target.copy_(part)
         if whole is not None:
@@ -107,15 +108,14 @@ def _shape_of(spec: TensorSpec, axis: int, start: int, stop: int) -> tuple[int, 
 
 
 def _moved(
-    part: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: int, destination: int | None, rank: int
+    part: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, destination: int | None, rank: int
 ) -> torch.Tensor | None:
     """The owner's elements on the destination (None: on every rank), as bytes; None where they are not needed."""
     if destination is not None and rank not in (owner, destination):
         return None
-    if part is None:
-        part = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        part = part.contiguous()
+    # gloo sends what lies on the host, NCCL and HCCL what lies on their device.
+    device = wire.device(dist.group.WORLD)
+    part = torch.empty(shape, dtype=dtype, device=device) if part is None else part.to(device).contiguous()
     flat = part.view(-1).view(torch.uint8)
     if destination is None:
         dist.broadcast(flat, owner)
