@@ -1,6 +1,7 @@
 """Files that are cut off, foreign or full of junk, folders with odd names, a reader that goes away: a precise line and a status, never a traceback."""
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -140,3 +141,65 @@ def test_another_number_of_experts_per_token_is_another_model(held, tmp_path):
     assert tio("record", tmp_path / "model", tmp_path / "b", "--tokens", held / "tokens.jsonl")[0] == 0
     status, said = tio("diagnose", held / "träce", tmp_path / "b")
     assert status == 2 and "top_k is 4 in A and 2 in B" in said, said
+
+
+def alone(*arguments, **environ):
+    """(exit status, lines of stderr, stdout) of a process of its own: what other packages print counts too."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, "-m", "tio_megatron", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment | environ)
+    return done.returncode, done.stderr.strip().splitlines(), done.stdout
+
+
+def test_doctor_says_one_line_where_megatron_core_warns():
+    status, said, _ = alone("doctor", "--model", "nope", "--trainer", "tp1", "--rollout", "tp1")
+    assert status == 2 and len(said) == 1 and said[0].startswith("tio doctor: model 'nope'"), said
+
+
+@pytest.mark.full
+def test_warnings_that_somebody_asks_for_are_shown():
+    status, loud, _ = alone("doctor", "--model", "nope", "--trainer", "tp1", "--rollout", "tp1", PYTHONWARNINGS="default")
+    assert status == 2 and len(loud) > 1 and loud[-1].startswith("tio doctor: model 'nope'"), loud
+
+
+def test_record_says_one_line_before_and_after_the_model_is_loaded(held, tmp_path):
+    (tmp_path / "foreign.jsonl").write_text('{"tokens": [1, 2, 99999]}\n')
+    status, said, _ = alone("record", held / "modèle", tmp_path / "a", "--tokens", tmp_path / "foreign.jsonl")
+    assert status == 2 and len(said) == 1 and "sequence 0, position 2: token 99999 is outside the vocabulary of 300" in said[0], said
+    (tmp_path / "file").write_text("")
+    status, said, _ = alone("record", held / "modèle", tmp_path / "file" / "below", "--tokens", held / "tokens.jsonl")
+    assert status == 2 and len(said) == 1 and "file" in said[0], said
+
+
+def test_a_huge_header_has_a_short_message(tmp_path):
+    def file(name, header, length):
+        text = json.dumps(header).encode()
+        (tmp_path / name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+        return tmp_path / name
+
+    one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    many = file("many.safetensors", {f"t{'x' * 200}{at}": one for at in range(5000)}, 4)
+    axes = file("axes.safetensors", {"logprobs": one | {"shape": [1] * 100000}, "tokens": one}, 4)
+    flat = file("flat.safetensors", {"logprobs": one | {"shape": [1] * 30}, "tokens": one | {"shape": [1] * 30}}, 4)
+    for path, words in ((many, "and 4994 more"), (axes, "100000 axes"), (flat, "one or two axes were expected")):
+        status, said = tio("logdiff", path, path)
+        assert status == 2 and words in said and path.name in said and len(said) < 1000 and len(said.strip().splitlines()) == 1, said[:2000]
+
+
+def test_a_folder_says_which_files_are_read(tmp_path):
+    line = '{"tokens": [1, 2], "logprobs": [-1.0]}\n'
+    for name in ("10", "2"):
+        (tmp_path / f"{name}.jsonl").write_text(line)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    status, said = tio("logdiff", tmp_path, tmp_path)
+    assert status == 0 and "2.jsonl to 10.jsonl, 2 files; left out: metrics.jsonl" in " ".join(said.split()) and "equal: 2 tokens" in said, said
+    assert json.loads(tio("logdiff", tmp_path, tmp_path, "--json")[1])["folders"] == {str(tmp_path): [["2.jsonl", "10.jsonl"], ["metrics.jsonl"]]}
+    for name in ("10", "2"):
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / f"{name}-a.jsonl")
+    status, said = tio("logdiff", tmp_path, tmp_path)
+    assert status == 2 and "10-a.jsonl, 2-a.jsonl, metrics.jsonl" in said and "name one" in said, said
+
+
+def test_one_trace_alone(held):
+    status, said = tio("diagnose", held / "träce")
+    assert status == 2 and "one trace; two are compared" in said and "bundle" in said, said

@@ -36,3 +36,9 @@ def test_the_skill_names_what_exists():
     assert set(re.findall(r"`tio (\w+)", skill)) <= commands
     for cell in re.findall(r"^\| .* \| (`.*`) \|$", skill, re.MULTILINE):
         assert set(re.findall(r"`([\w-]+)`", cell)) <= CURES.keys()
+
+
+def test_every_cause_says_what_is_seen_by_itself():
+    """Readers jump to a section: none may lean on the one above it."""
+    seen = re.findall(r"^- You see: (.*)$", PAGE, re.MULTILINE)
+    assert len(seen) == len(CURES.keys() - ALIASES) == len(set(seen)) and all(len(line.split()) >= 5 and not line.startswith("The same") for line in seen)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -26,7 +28,8 @@ def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any],
         typer.Exit: always; 2 where ``work`` raised ValueError, OSError or ImportError.
     """
     try:
-        status, answer, show = work()
+        with other_packages_quiet():
+            status, answer, show = work()
     except (ValueError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
         if as_json:
@@ -39,6 +42,16 @@ def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any],
     else:
         show(Console())
     raise typer.Exit(status)
+
+
+@contextmanager
+def other_packages_quiet() -> Iterator[None]:
+    """Without warnings of other packages (megatron-core has five on import), which would stand before the one line of an error. ``-W`` and
+    ``PYTHONWARNINGS`` bring them back."""
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.filterwarnings("ignore", module=r"(?!tio_megatron\b)")
+        yield
 
 
 def _finite(value: Any) -> Any:

@@ -27,6 +27,8 @@ def diagnose(
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
         if b is None:
+            if (a / "trace.json").exists():
+                raise ValueError(f"{a}: one trace; two are compared: tio diagnose {a} OTHER.trace (alone goes only a monitor's bundle)")
             return _bundle(a)
         from tio_megatron.verify.diagnosis import diagnose as compare
         from tio_megatron.verify.diagnosis.finding import KINDS

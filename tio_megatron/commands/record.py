@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -46,6 +47,22 @@ def require_known(keep: Sequence[str], model: Path) -> None:
             raise ValueError(f"--keep {word}: no point and no parameter has this in its name; attn, expert_out, logits, layers.0.o_proj or all would work")
 
 
+def require_tokens(sequences: Sequence[Sequence[int]], model: Path) -> None:
+    """Refuse ids that the model does not have before anything is loaded; a folder without a ``vocab_size`` is left to the engine.
+
+    Raises:
+        ValueError: names the first such id and its place.
+    """
+    try:
+        vocab = json.loads((model / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return
+    for number, sequence in enumerate(sequences):
+        for at, token in enumerate(sequence):
+            if isinstance(vocab, int) and not 0 <= token < vocab:
+                raise ValueError(f"sequence {number}, position {at}: token {token} is outside the vocabulary of {vocab} of {model}")
+
+
 def record(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint.")],
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Folder to make.")],
@@ -81,6 +98,7 @@ def record(
         if not model.is_dir():
             raise ValueError(f"{model}: no such folder; MODEL is the folder of a Hugging Face checkpoint")
         require_known(keep or [], model)
+        require_tokens(sequences, model)
         options: dict[str, Any] = {"temperature": temperature, "full_vocab": full_vocab, "keep": keep or False}
         if engine is Engine.hf:
             from tio_megatron.verify.recorders.hf import load_hf, record_hf

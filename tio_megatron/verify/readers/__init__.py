@@ -5,35 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tio_megatron.contract.messages import named
 from tio_megatron.verify.readers.arrays import read_npz, read_safetensors
 from tio_megatron.verify.readers.jsonl import read_jsonl, read_tokens
 from tio_megatron.verify.readers.scored import Scored
 
-__all__ = ["Scored", "read_scored", "read_tokens"]
+__all__ = ["Scored", "files_of", "read_scored", "read_tokens"]
 
 
 def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
     """The sequences of a recording, in its order; memory holds one of them. The kind of file is known by its first bytes, not by its name.
 
     Args:
-        path: JSONL (verl's ``rollout_data_dir`` dumps too), safetensors or npz; a folder of JSONL files (``1.jsonl``, ``2.jsonl``, ... as verl
-            names them) is read in the order of their numbers; so is a store of rollouts.
+        path: JSONL (verl's ``rollout_data_dir`` dumps too), safetensors or npz; or a folder, of which :func:`files_of` are read.
         field: which log-probabilities, where a file holds several (``rollout_log_probs``, ``old_log_probs``).
 
     Raises:
         ValueError: no such file, an unknown or damaged one, or an entry that is no log-probability; says where.
     """
     path = Path(path)
-    if path.is_dir() and (path / "store.json").is_file():
-        for file in sorted(path.glob("*.safetensors")):
-            yield from read_safetensors(file, field)
-        return
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"), key=lambda file: (not file.stem.isdigit(), int(file.stem) if file.stem.isdigit() else 0, file.name))
-        if not files:
-            raise ValueError(f"{path}: a folder without *.jsonl; give a file, or a folder of rollout dumps")
-        for file in files:
-            yield from read_jsonl(file, field)
+        for file in files_of(path)[0]:
+            yield from (read_safetensors if file.suffix == ".safetensors" else read_jsonl)(file, field)
         return
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -52,3 +45,27 @@ def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
         raise ValueError(f"{path}: {what}, which is not read; write JSONL, safetensors or npz")
     else:
         raise ValueError(f"{path}: neither JSONL, safetensors nor npz (it starts with {start[:8]!r})")
+
+
+def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Of a folder the files that are read as one recording, in order, and the ``*.jsonl`` that are left out.
+
+    A store of rollouts: its batches. Else the files that verl numbers by step (``1.jsonl``, ``2.jsonl``, ...), or the only ``*.jsonl`` there is.
+
+    Raises:
+        ValueError: neither; names what is there.
+    """
+    if (folder / "store.json").is_file():
+        return sorted(folder.glob("*.safetensors")), []
+    found = sorted(folder.glob("*.jsonl"))
+    numbered = sorted((file for file in found if file.stem.isascii() and file.stem.isdigit()), key=lambda file: (int(file.stem), file.name))
+    if numbered:
+        return numbered, [file for file in found if file not in numbered]
+    if len(found) == 1:
+        return found, []
+    if not found:
+        raise ValueError(f"{folder}: a folder without *.jsonl; give a file, a folder of rollout dumps (1.jsonl, 2.jsonl, ...) or a store of rollouts")
+    there = named([file.name for file in found])
+    raise ValueError(
+        f"{folder}: a folder with several recordings or other files ({there}), none numbered as rollout dumps are (1.jsonl, 2.jsonl, ...); name one"
+    )

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.contract.messages import cut
+from tio_megatron.contract.messages import cut, named, shown
 from tio_megatron.verify.readers.safe_file import SafeFile
 from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
 
@@ -95,14 +95,16 @@ def _sequences(arrays: Mapping[str, _Flat], field: str | None, where: str, names
         raise ValueError(f"{where}: several log-probabilities ({', '.join(values)}); choose one by name (--field-a, --field-b)")
     if not values or ids is None:
         wanted = field or "/".join(LOGPROB_FIELDS)
-        raise ValueError(f"{where}: needs token ids ({'/'.join(TOKEN_FIELDS)}) and log-probabilities ({wanted}); it has {', '.join(names) or 'no array'}")
+        raise ValueError(f"{where}: needs token ids ({'/'.join(TOKEN_FIELDS)}) and log-probabilities ({wanted}); it has {named(names) or 'no array'}")
     tokens, logprobs = arrays[ids], arrays[values[0]]
     if len(tokens.shape) == 1:
         yield from _end_to_end(tokens, logprobs, arrays, where)
     elif len(tokens.shape) == 2 and len(logprobs.shape) == 2:
         yield from _table(tokens, logprobs, arrays, where)
     else:
-        raise ValueError(f"{where}: {ids} has the shape {list(tokens.shape)} and {values[0]} {list(logprobs.shape)}; one or two axes were expected")
+        raise ValueError(
+            f"{where}: {ids} has the shape {shown(list(tokens.shape))} and {values[0]} {shown(list(logprobs.shape))}; one or two axes were expected"
+        )
 
 
 def _lengths(arrays: Mapping[str, _Flat], where: str) -> list[int]:

@@ -21,6 +21,7 @@ TYPES: dict[str, str] = {
 """safetensors' names of types, as numpy stores them."""
 
 _LONGEST_HEADER = 100_000_000
+_MOST_AXES = 32
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ def _entry(found: dict[str, Any], base: int, size: int) -> Entry:
     start, stop = found["data_offsets"]
     if kind not in TYPES:
         raise ValueError(f"type {shown(kind)} is not known")
+    if len(shape) > _MOST_AXES:
+        raise ValueError(f"an array of {len(shape)} axes; at most {_MOST_AXES} are read")
     if any(type(n) is not int or n >= 1 << 62 for n in (*shape, start, stop)):
         raise ValueError(f"an array of the shape {shown(found['shape'])} at {shown(found['data_offsets'])}, which are no sizes")
     if min(shape, default=0) < 0 or start < 0 or stop - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:

@@ -56,7 +56,23 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
         raise ValueError(f"dtype {dtype!r}: bfloat16, float16 or float32 is needed")
     chosen = getattr(torch, dtype) if dtype else "auto"
     require_no_code(Path(folder))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True).eval()
+    with _bar_on_a_terminal():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True).eval()
+
+
+@contextmanager
+def _bar_on_a_terminal() -> Iterator[None]:
+    """transformers' loading bar where somebody looks at it, and not in a log."""
+    from transformers.utils import logging
+
+    shown = bool(logging.is_progress_bar_enabled())
+    if shown and not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @torch.no_grad()
