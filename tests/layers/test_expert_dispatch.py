@@ -113,8 +113,34 @@ def test_a_plan_of_every_choice_asks_nothing_and_is_the_same():
         assert_same_bytes(getattr(known, part), getattr(asked, part), part)
 
 
+@pytest.mark.parametrize(("lo", "hi"), [(0, 1), (1, 4), (4, 6), (0, E)])
+def test_a_padded_plan_asks_nothing_and_names_the_same_rows(lo: int, hi: int):
+    ids = problem(40)[4]
+    ids[3] = NOT_ROUTED
+    with mock.patch.object(torch.Tensor, "tolist", side_effect=AssertionError("asked")), mock.patch.object(torch.Tensor, "nonzero", None):
+        padded = plan_rows(ids, lo, hi, padded=True)
+    asked = plan_rows(ids, lo, hi)
+    assert padded.rows == ids.numel() and padded.offsets[0] == 0 and padded.offsets[-1] == ids.numel() and (padded.counts >= 0).all()
+    assert_same_bytes(padded.index >= 0, asked.index >= 0, "choices")
+    here = asked.index >= 0
+    assert_same_bytes(padded.token[padded.index[here]], asked.token[asked.index[here]], "token of each row")
+    expert = torch.searchsorted(padded.offsets, padded.index[here], right=True) - 1 + lo
+    assert_same_bytes(expert, ids[here], "expert of each row")
+    assert (lo, hi) == (0, E) or padded.rows > asked.rows
+
+
+def test_the_all_to_all_way_asks_once():
+    ids = problem(40)[4]
+    ids[3] = NOT_ROUTED
+    asked, tolist = [], torch.Tensor.tolist
+    with mock.patch.object(torch.Tensor, "tolist", lambda t: asked.append(t) or tolist(t)):
+        AllToAll(ids, ExpertGroups(E))
+    assert len(asked) == 1
+
+
 def test_chunks_sort_by_expert_and_back():
     counts = torch.tensor([[2, 0, 1], [0, 3, 1]])
+    assert_same_bytes(chunk_order(counts, 7), chunk_order(counts), "with the sum known")
     rows = torch.tensor([0, 0, 2, 1, 1, 1, 2])
     order = chunk_order(counts)
     assert rows[order].tolist() == [0, 0, 1, 1, 1, 2, 2]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +55,19 @@ def test_shared_out(spans, dtype: torch.dtype) -> None:
     """Two, three and four ranks, uneven runs, an expert without a row."""
     for got in run_ranks(len(spans), shared_out, spans, 37, dtype):
         assert_same_bytes(got, alone(37, dtype))
+
+
+def with_rows_of_others(rank: int, spans, tokens: int) -> torch.Tensor:
+    layer = sys.modules[experts_replicated.__module__]
+    with mock.patch.object(layer, "_few", lambda ids: True):
+        return shared_out(rank, spans, tokens, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_rows_of_other_ranks_change_nothing(tokens: int) -> None:
+    """What few tokens on an accelerator take: a row for every choice on every rank."""
+    for got in run_ranks(3, with_rows_of_others, SPANS[1], tokens):
+        assert_same_bytes(got, alone(tokens, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

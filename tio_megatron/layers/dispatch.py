@@ -25,7 +25,7 @@ from tio_megatron.collectives import all_gather, all_to_all, reduce_scatter_node
 from tio_megatron.contract import Node, ReductionTree
 from tio_megatron.kernels.combine import combine_backward
 from tio_megatron.layers.experts import CombineRows, SpreadRows, expert_nodes, finish_sum
-from tio_megatron.layers.permute import chunk_order, inverse_order, plan_rows
+from tio_megatron.layers.permute import SortedChoices, chunk_order, inverse_order, plan_rows
 
 Group = ProcessGroup | None
 
@@ -93,16 +93,18 @@ class AllToAll:
     def __init__(self, ids: Tensor, groups: ExpertGroups) -> None:
         """``ids`` [t, k] int64, ascending in each token, -1 for padding."""
         self.ids, self.groups = ids, groups
-        self.plan = plan_rows(ids, 0, groups.experts)
+        choices = SortedChoices.of(ids, 0, groups.experts)
+        own = choices.edges.diff()
         ep, etp = _size(groups.ep), _size(groups.etp)
-        counts = all_gather(self.plan.counts.unsqueeze(0), groups.all).view(ep, etp, groups.experts)
+        counts = all_gather(own.unsqueeze(0), groups.all).view(ep, etp, groups.experts)
         here = counts[:, :, groups.lo : groups.hi].transpose(0, 1)
         self.counts = here.sum(dim=(0, 1))
-        sizes = torch.stack([self.plan.counts.view(ep, groups.run).sum(1), here[_rank(groups.etp)].sum(1)])
-        # One question to the device for all sizes of the moves.
-        known = torch.cat([sizes.flatten(), here.sum(dim=(1, 2))]).tolist()
+        sizes = torch.stack([own.view(ep, groups.run).sum(1), here[_rank(groups.etp)].sum(1)])
+        # One question to the device: how many choices are routed, and all sizes of the moves.
+        first, last, *known = torch.cat([choices.run, sizes.flatten(), here.sum(dim=(1, 2))]).tolist()
+        self.plan = choices.plan(first, last)
         self._sent, self._received, self._gathered = known[:ep], known[ep : 2 * ep], known[2 * ep :]
-        self._order = chunk_order(here.reshape(-1, groups.run)) if ep * etp > 1 else None
+        self._order = chunk_order(here.reshape(-1, groups.run), sum(self._gathered)) if ep * etp > 1 else None
 
     @property
     def offsets(self) -> Tensor:

@@ -146,7 +146,8 @@ class RowLabels:
             parts = all_gather(t.contiguous(), block, sizes=sizes).split(sizes)
             return torch.cat([parts[at] for at in copies])
 
-        expert = torch.arange(counts.shape[1], device=offsets.device).repeat(len(copies)).repeat_interleave(counts[copies].reshape(-1))
+        expert = torch.arange(counts.shape[1], device=offsets.device).repeat(len(copies))
+        expert = expert.repeat_interleave(counts[copies].reshape(-1), output_size=sum(sizes[at] for at in copies))
         order = torch.argsort(expert, stable=True)
         joined = torch.cat((offsets.new_zeros(1), counts[copies].sum(0).cumsum(0)))
         grains = cut(join(self.labels)[order], self.batch.grain, joined).shared(copies.index(block.rank()), len(copies))

@@ -19,6 +19,9 @@ from tio_megatron.contract import Node, ReductionTree
 from tio_megatron.layers.experts import Weights, expert_mlp, expert_nodes, finish_sum
 from tio_megatron.layers.permute import plan_rows
 
+FEW_CHOICES = 1024
+"""128 tokens of 8 choices: what a step that decodes has. Not measured: no accelerator has run it."""
+
 
 def experts_replicated(
     x: torch.Tensor,
@@ -62,11 +65,16 @@ def experts_replicated(
             raise ValueError(f"experts [{lo}, {hi}) are none of the group's spans {list(spans or ())}")
     elif (lo, hi) != (0, experts):
         raise ValueError(f"experts [{lo}, {hi}) of {experts} without a group that holds the others")
-    plan = plan_rows(ids, lo, hi, every=ep_group is None)  # then nothing waits for the device
+    plan = plan_rows(ids, lo, hi, every=ep_group is None, padded=_few(ids))  # either way nothing waits for the device
     rows = expert_mlp(x.index_select(0, plan.token), plan.offsets, w13, w2, leaves=leaves, group=etp_group)
     nodes = expert_nodes(rows, plan.index, ids, probs, experts=experts, lo=lo, hi=hi)
     root = nodes[0] if ep_group is None else collectives.all_reduce_nodes(nodes, frontiers, ReductionTree(experts), ep_group)
     return finish_sum(root, ids, x.dtype)
+
+
+def _few(ids: torch.Tensor) -> bool:
+    """Whether computing rows of other ranks' experts costs less than asking an accelerator how many are this rank's. Changes no byte."""
+    return not ids.is_cpu and ids.numel() <= FEW_CHOICES
 
 
 @lru_cache(maxsize=64)

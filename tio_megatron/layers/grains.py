@@ -48,7 +48,7 @@ class Grains:
         mine = torch.arange(self.starts.numel() - 1, device=self.starts.device) % ranks == rank
         counts = self.starts.diff()
         rows = torch.arange(int(self.starts[-1]), device=self.starts.device) if self.order is None else self.order
-        order = rows[mine.repeat_interleave(counts)]
+        order = rows[mine.repeat_interleave(counts, output_size=rows.numel())]
         before = torch.cat((mine.new_zeros(1, dtype=torch.int64), mine.cumsum(0)))
         return Grains(_offsets(counts[mine]), before[self.of], order)
 
@@ -67,7 +67,7 @@ def cut(labels: Tensor, grain: int, offsets: Tensor | None = None) -> Grains:
     """
     rows = labels.numel()
     offsets = torch.tensor([0, rows], device=labels.device) if offsets is None else offsets
-    weight = torch.arange(offsets.numel() - 1, device=offsets.device).repeat_interleave(offsets.diff())
+    weight = torch.arange(offsets.numel() - 1, device=offsets.device).repeat_interleave(offsets.diff(), output_size=rows)
     order = torch.argsort(labels, stable=True)
     if offsets.numel() > 2:
         order = order[torch.argsort(weight[order], stable=True)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +26,11 @@ from tio_megatron.kernels.rope import rope_table
 from tio_megatron.kernels.swiglu import swiglu
 from tio_megatron.layers import linear as products
 from tio_megatron.layers import norm, router
+from tio_megatron.layers.dispatch import AllToAll, ExpertGroups
 from tio_megatron.layers.experts import finish_sum
 from tio_megatron.layers.experts_replicated import experts_replicated
 from tio_megatron.layers.permute import plan_rows
-from tio_megatron.testing import assert_same_bytes
+from tio_megatron.testing import assert_same_bytes, run_ranks
 
 HIDDEN, HEADS, GROUPS, SIZE, PAGE = 128, 4, 2, 128, 128
 EXPERTS, TOP_K, FFN, EPS, LEAVES = 8, 2, 32, 1e-6, 4
@@ -51,6 +53,8 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "repeat_interleave" and "output_size" not in (kwargs or {}):
+            self.seen[name] += 1
         if name in WAITING and isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() not in self.host:
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
@@ -192,10 +196,23 @@ def test_a_question_to_the_device_is_seen() -> None:
     assert waits.seen == {"tolist": 1}
 
 
-@pytest.mark.parametrize(("span", "waits"), [((0, EXPERTS), 0), ((0, EXPERTS // 2), 1)])
-def test_rows_of_some_experts_are_asked_for_once(span: tuple[int, int], waits: int) -> None:
-    """Experts of other ranks leave a number of rows that only the device knows."""
+@pytest.mark.parametrize(("span", "padded", "waits"), [((0, EXPERTS), False, 0), ((0, EXPERTS // 2), False, 1), ((0, EXPERTS // 2), True, 0)])
+def test_rows_of_some_experts_are_asked_for_once(span: tuple[int, int], padded: bool, waits: int) -> None:
+    """Experts of other ranks leave a number of rows that only the device knows; few tokens take a row for every choice."""
     ids = torch.arange(8).view(4, 2)
     with Waits([]) as seen:
-        plan_rows(ids, *span, every=span == (0, EXPERTS))
+        plan_rows(ids, *span, every=span == (0, EXPERTS), padded=padded)
     assert sum(seen.seen.values()) == waits
+
+
+def exchanged(rank: int) -> Counter[str]:
+    ids = torch.arange(8).view(4, 2)
+    with Waits([]) as waits:
+        way = AllToAll(ids, ExpertGroups(EXPERTS, ep=dist.group.WORLD, all=dist.group.WORLD))
+        way.collect(way.dispatch(way.spread(torch.ones(4, HIDDEN))))
+    return waits.seen
+
+
+def test_a_trainers_exchange_waits_once() -> None:
+    for seen in run_ranks(2, exchanged):
+        assert seen == {"tolist": 1}, seen

@@ -107,9 +107,7 @@ def _shape_of(spec: TensorSpec, axis: int, start: int, stop: int) -> tuple[int, 
     return (*spec.shape[:axis], stop - start, *spec.shape[axis + 1 :])
 
 
-def _moved(
-    part: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, destination: int | None, rank: int
-) -> torch.Tensor | None:
+def _moved(part: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, destination: int | None, rank: int) -> torch.Tensor | None:
     """The owner's elements on the destination (None: on every rank), as bytes; None where they are not needed."""
     if destination is not None and rank not in (owner, destination):
         return None

@@ -53,7 +53,7 @@ def _ours(stack: ExitStack, run: Any, experts: Any, here: str, sizes: Any) -> No
             return ids, probabilities
 
         def plan_rows(ids: torch.Tensor, lo: int, hi: int, **kwargs: Any) -> Any:
-            plan = planned(ids, lo, hi, **kwargs)
+            plan = planned(ids, lo, hi, **kwargs | {"padded": False})  # rows that nobody chose have no place in a trace
             slots = torch.zeros(plan.rows, dtype=torch.int64)
             token, slot = (plan.index >= 0).nonzero(as_tuple=True)
             slots[plan.index[token, slot]] = slot
