@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         there = place.find(options.twin)
     except place.NoDevices as missing:
-        print(f"ascend_selfcheck: no NPU to ask: {missing}\n  (--twin asks the CPU twins)", file=sys.stderr)
+        print(f"ascend_selfcheck: no NPU to ask: {missing}; --twin asks the CPU twins", file=sys.stderr)
         return 2
     except ValueError as wrong:
         print(f"ascend_selfcheck: {wrong}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -56,6 +57,16 @@ def test_the_command_says_what_the_layout_is(name: str) -> None:
     assert int(given["trainer.nnodes"]) * int(given["trainer.n_gpus_per_node"]) == recipe.trainer.ranks
     assert given["trainer.total_epochs"] == "2" and given["trainer.device"] == "npu"
     assert given[f"{side}.override_transformer_config.recompute_granularity"] == "full" and given[f"{side}.param_offload"] == "True"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_has_the_lines_that_verl_needs_on_every_device(name: str) -> None:
+    """The table of docs/verl.md; a page of an NPU is 128 keys."""
+    table = (ROOT / "docs" / "verl.md").read_text().split("| override | why |")[1].split("\n\n")[0]
+    needed = re.findall(r"^\| `(\S+=\S+)` \|", table, re.MULTILINE)
+    assert len(needed) == 5
+    words = npu_recipe.command(RECIPES[name], "/m", "/d", 8)
+    assert {line.replace("block_size=64", "block_size=128") for line in needed} <= set(words)
 
 
 def test_what_is_printed_can_be_given_to_a_shell() -> None:

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.support import ended_selfcheck
 from tio_megatron import ascend_selfcheck
 from tio_megatron.kernels.npu import stand_in, twin
 from tio_megatron.kernels.npu.twin_attention import Order, attend
-from tio_megatron.verify.ascend import answers, facts, place
+from tio_megatron.verify.ascend import answers, facts, place, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,9 +93,20 @@ def test_without_an_npu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
         [sys.executable, "-m", "tio_megatron.ascend_selfcheck", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2 and done.stdout == ""
-    first, second = done.stderr.strip().splitlines()
-    assert first.startswith("ascend_selfcheck: no NPU to ask: an NPU's kernels need torch_npu") and "--twin" in second
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("ascend_selfcheck: no NPU to ask: an NPU's kernels need torch_npu") and line.endswith("--twin asks the CPU twins")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_a_device_ends_leaves_a_report(tmp_path: Path) -> None:
+    """What was answered until then is in it, and who ended."""
+    with mock.patch.object(run, "_rank", ended_selfcheck.rank):
+        report = run.check(tmp_path, devices=1, twin=True)
+    assert report["status"] == 1 and report["table"] == []
+    asked, ended = report["answers"]["one device"]
+    assert asked["question"] == "asked before" and ended["question"] == "the processes came to their end"
+    assert ended["detail"] == "RuntimeError: HCCL could not start (not answered: those to several, the layouts)"
+    assert "HCCL could not start" in (tmp_path / "report.txt").read_text()
 
 
 @pytest.mark.parametrize("devices", ["0", "5"])

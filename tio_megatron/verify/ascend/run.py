@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from tio_megatron.integrations import ascend
 from tio_megatron.integrations.ascend import switches
@@ -75,11 +75,19 @@ def versions() -> dict[str, str]:
 
 def _in_processes(devices: int, twin: bool, level: int | None, quick: bool) -> dict[str, Any]:
     """Ranks of their own, so that this process holds no device and a level can be another each time."""
+    parts = {"one": "the questions to one device"} | ({"several": "those to several", "table": "the layouts"} if level is None else {})
     with tempfile.TemporaryDirectory(prefix="tio-ascend-") as folder:
-        told = Path(folder) / "told.json"
-        start_processes(_rank, args=(devices, f"file://{folder}/ranks", str(told), twin, level, quick), nprocs=devices, start_method="spawn")
-        answer: dict[str, Any] = json.loads(told.read_text())
-        return answer
+        told, lost = Path(folder) / "told.json", ""
+        try:
+            start_processes(_rank, args=(devices, f"file://{folder}/ranks", str(told), twin, level, quick), nprocs=devices, start_method="spawn")
+        except ProcessException as error:  # a device may end a process: what it had answered by then is still worth a report
+            lost = str(error).strip().splitlines()[-1]
+        answer: dict[str, Any] = json.loads(told.read_text()) if told.exists() else {}
+    if lost:
+        missing = ", ".join(words for part, words in parts.items() if part not in answer)
+        answer = {"one": [], "several": [], "table": [], "switches": ascend.report()} | answer
+        answer["one"].append(answers.Answer("the processes came to their end", "no", f"{lost} (not answered: {missing})").to_dict())
+    return answer
 
 
 def _rank(rank: int, size: int, ranks: str, told: str, twin: bool, level: int | None, quick: bool) -> None:
@@ -91,17 +99,22 @@ def _rank(rank: int, size: int, ranks: str, told: str, twin: bool, level: int | 
         asked += facts.levels(here, level) if asked[0].holds == "yes" else []
         Path(told).write_text(json.dumps({"one": [answer.to_dict() for answer in asked]}))
         return
-    dist.init_process_group("gloo" if twin else "hccl", init_method=ranks, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    dist.init_process_group("gloo" if twin else "hccl", init_method=ranks, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     group = dist.group.WORLD
     try:
         one = [answer.to_dict() for answer in facts.operators(here)] if rank == 0 and not quick else []
+        found = {"one": one, "switches": ascend.report()}
+        if rank == 0:
+            Path(told).write_text(json.dumps(found))
         dist.barrier()
         several = [answer.to_dict() for answer in between.questions(here, group)] if size > 1 and group is not None else []
         every: list[Any] = [None] * size
         dist.all_gather_object(every, several)
-        rows = table.rows(here, rank, size)
+        found["several"] = _together(every)
         if rank == 0:
-            found = {"one": one, "several": _together(every), "table": rows, "switches": ascend.report()}
+            Path(told).write_text(json.dumps(found))
+        found["table"] = table.rows(here, rank, size)
+        if rank == 0:
             Path(told).write_text(json.dumps(found))
         dist.barrier()
     finally:
