@@ -395,7 +395,8 @@ def plant(number: int, seed: int, folder: Path) -> Truth:
     draw = Draw(1000 * number + seed)
     while True:
         shutil.rmtree(folder, ignore_errors=True)
-        truth = FAULTS[number - 1](Stage(folder, draw), draw)
+        stage = Stage(folder, draw)
+        truth = replace(FAULTS[number - 1](stage, draw), side=stage.faulty)
         traces = open_trace(folder / "A"), open_trace(folder / "B")
         if not all(isinstance(trace, Trace) for trace in traces):
             return truth

@@ -323,7 +323,8 @@ def plant_variant(index: int, seed: int, folder: Path) -> Truth:
     makers = [*VARIANTS, *FAULTS]
     while True:
         shutil.rmtree(folder, ignore_errors=True)
-        truth = makers[index](CutStage(folder, draw), draw)
+        stage = CutStage(folder, draw)
+        truth = replace(makers[index](stage, draw), side=stage.faulty)
         traces = open_trace(folder / "A"), open_trace(folder / "B")
         if not all(isinstance(trace, Trace) for trace in traces):
             return truth

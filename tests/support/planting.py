@@ -24,6 +24,8 @@ class Truth:
     details: dict[str, Any] = field(default_factory=dict)
     least: int = 1
     """Tokens that must differ for the fault to be there: what an order depends on cannot be seen on one token."""
+    side: str = ""
+    """Where it was planted."""
 
 
 class Draw(random.Random):

@@ -4,6 +4,16 @@ import pytest
 from faults import examine, right
 from planted_faults import FAULTS, clean, plant
 
+NEVER_SIDED = {"order", "order-by-batch", "order-by-size", "shape", "drift", "hang"}
+"""Causes that may be the same seen from either side."""
+
+
+def sided(found, truth):
+    """The planted side is named, or why none is; never the other one."""
+    assert found.side in ("", truth.side) and found.side_reason, f"{found}\nplanted: {truth}"
+    assert found.side or found.cause in NEVER_SIDED or found.cause.startswith("weights-"), f"{found}\nplanted: {truth}"
+    assert found.to_json()["side"] == (found.side or None)
+
 
 @pytest.mark.parametrize("number", range(1, len(FAULTS) + 1))
 def test_a_planted_fault_is_named(number, tmp_path):
@@ -11,6 +21,7 @@ def test_a_planted_fault_is_named(number, tmp_path):
     found = examine(tmp_path / "pair")
     assert right(found, truth), f"{found}\nplanted: {truth}"
     assert found.status == 1 and found.evidence and found.cure
+    sided(found, truth)
 
 
 @pytest.mark.full
@@ -20,6 +31,7 @@ def test_wherever_it_is(number, seed, tmp_path):
     truth = plant(number, seed, tmp_path / "pair")
     found = examine(tmp_path / "pair")
     assert right(found, truth), f"{found}\nplanted: {truth}"
+    sided(found, truth)
 
 
 @pytest.mark.parametrize("seed", range(100, 104))

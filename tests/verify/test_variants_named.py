@@ -16,6 +16,7 @@ def test_a_variant_is_named_from_either_side(index, tmp_path):
     truth = plant_variant(index, 500, tmp_path)
     found = examine(tmp_path)
     assert named(found, truth), f"{found}\nplanted: {truth}"
+    assert found.side in ("", truth.side) and found.side_reason, f"{found}\nplanted: {truth}"
     swapped = diagnose(open_trace(tmp_path / "B"), open_trace(tmp_path / "A"))
     assert (swapped.kind, swapped.cause, swapped.point, swapped.parameter) == (found.kind, found.cause, found.point, found.parameter), (found, swapped)
     assert swapped.side == {"A": "B", "B": "A", "": ""}[found.side], (found, swapped)

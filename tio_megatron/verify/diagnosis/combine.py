@@ -60,7 +60,8 @@ def combine(case: Case) -> Finding | None:
     said = f"A comes out within {explained.a.error:.2g}, B within {explained.b.error:.2g}; they differ by {explained.gap:.2g}"
     if explained.axes:
         what = (f"experts' rows: A {explained.a.rule.axes['combine']}, B {explained.b.rule.axes['combine']}", f"computed anew from the recorded rows: {said}")
-        return Finding("framework", "router-normalise", details={"axes": ["combine"]}, evidence=what, cure=CURES["router-normalise"])
+        side = "A" if explained.a.rule.axes["combine"] == "unweighted" else "B"
+        return Finding("framework", "router-normalise", side=side, details={"axes": ["combine"]}, evidence=what, cure=CURES["router-normalise"])
     found = _orders(case, rows, ids)
     line = f"equal inputs, one formula for both, computed anew from them: {said}"
     if not all(side.name for side in found) and (whole := _unrounded(case, ids)) is not None:
@@ -136,8 +137,9 @@ def _rounded_rows(case: Case, found: tuple[Found, Found], other: tuple[Found, Fo
     if not any(side.name for side in found):
         return order_finding(case, other, said[:1])
     details = {f"order_{name}": usual.name or whole.name for name, usual, whole in zip("ab", found, other, strict=True)}
-    side = "A" if found[0].name else "B"
-    return Finding("framework", "extra-rounding", side=side, details=details, evidence=tuple(said), cure=CURES["extra-rounding"])
+    side = "B" if found[0].name else "A"
+    reason = f"{side} departs from the usual (rows rounded before they are weighted and added)"
+    return Finding("framework", "extra-rounding", side=side, side_reason=reason, details=details, evidence=tuple(said), cure=CURES["extra-rounding"])
 
 
 def _weighting(case: Case, side: str) -> Finding | None:

@@ -22,8 +22,8 @@ class Finding:
 
     ``kind`` is a key of :data:`KINDS`, ``cause`` an anchor of ``docs/divergence.md``. ``point`` is where, ``layer`` its layer or None, ``rows`` how many
     tokens differ there and ``first`` the first of them as (sequence, position). ``parameter`` is an HF name where a parameter is at fault. ``side``
-    is the side that does what the cause says ("A", "B", or "" where that cannot be told). ``details`` are for machines (``order_a``,
-    ``temperature_b``), ``evidence`` and ``cure`` sentences, ``routing`` what happens to the choice of experts from there on.
+    is the side that is off ("A", "B", or "" where that cannot be told), ``side_reason`` why that one, or why none. ``details`` are for machines
+    (``order_a``, ``temperature_b``), ``evidence`` and ``cure`` sentences, ``routing`` what happens to the choice of experts from there on.
     """
 
     kind: str
@@ -35,6 +35,7 @@ class Finding:
     first: tuple[int, int] | None = None
     parameter: str = ""
     side: str = ""
+    side_reason: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     cure: str = ""
@@ -62,5 +63,5 @@ class Finding:
         return replace(self, evidence=(*self.evidence, *evidence))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, lists and words."""
-        return {"verdict": self.verdict, **asdict(self)}
+        """Plain numbers, lists and words; ``side`` is None where none is named."""
+        return {"verdict": self.verdict, **asdict(self), "side": self.side or None}

@@ -71,12 +71,16 @@ def _sum(p: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[str, list[str]] | None:
-    """("tie", "drift" or "router-choice", evidence) of the tokens ``rows`` whose experts differ in a layer; None without the tensors."""
+def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[str, list[str], str] | None:
+    """("tie", "drift" or "router-choice", evidence, side) of the tokens ``rows`` whose experts differ in a layer; None without the tensors.
+
+    The side is the one that takes, for every token, the smaller logits, or of equal ones the higher ids: the contract's rule is the other's.
+    """
     held = [(side.values(f"layers.{layer}.router_logits"), side.values(f"layers.{layer}.expert_ids")) for side in (a, b)]
     if any(part is None for pair in held for part in pair):
         return None
     counts = {"tie": 0, "rounded tie": 0, "drift": 0, "router-choice": 0}
+    votes: dict[str, set[str]] = {kind: set() for kind in counts}
     shown = ""
     narrowest = ("", float("inf"))
     for row in rows.tolist():
@@ -100,6 +104,8 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
         else:
             kind = "router-choice"
         counts[kind] += 1
+        ranks = [(la[only].sum().item(), -sum(only)) for only in (only_a, only_b)]
+        votes[kind].add("A" if ranks[0] < ranks[1] else "B" if ranks[1] < ranks[0] else "")
         if not shown and kind != "drift":
             sequence, position = a.where(row)
             values = ", ".join(f"expert {expert}: {float(la[expert]):.9g}" for expert in (*only_a, *only_b))
@@ -108,11 +114,12 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
     if not total:
         return None
     kind = max(counts, key=lambda name: counts[name])
+    side = "" if kind == "drift" or len(votes[kind]) > 1 else next(iter(votes[kind]))
     said = f"layer {layer}: {total} tokens change experts"
     if kind == "tie":
-        return "tie", [f"{said}; the logits of the experts exchanged are equal to the last bit", shown]
+        return "tie", [f"{said}; the logits of the experts exchanged are equal to the last bit", shown], side
     if kind == "rounded tie":
-        return "tie", [f"{said}; the logits of the experts exchanged are equal after rounding (bf16 logits, or probabilities compared in fp32)", shown]
+        return "tie", [f"{said}; the logits of the experts exchanged are equal after rounding (bf16 logits, or probabilities compared in fp32)", shown], side
     if kind == "drift":
-        return "drift", [f"{said}, because their logits had drifted", narrowest[0]]
-    return "router-choice", [f"{said} though their logits are equal and no tie is there: one side does not take the largest logits", shown]
+        return "drift", [f"{said}, because their logits had drifted", narrowest[0]], ""
+    return "router-choice", [f"{said} though their logits are equal and no tie is there: one side does not take the largest logits", shown], side

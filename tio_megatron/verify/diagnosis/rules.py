@@ -44,12 +44,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Explained:
-    """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference."""
+    """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference.
+    ``usual``: the first rule of the table."""
 
     a: Fit
     b: Fit
     axes: tuple[str, ...]
     gap: float
+    usual: Rule
 
 
 def relative(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -78,7 +80,7 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     if not axes:
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
         best_a = best_b = shared
-    return Explained(Fit(best_a[0], best_a[1]), Fit(best_b[0], best_b[2]), axes, gap)
+    return Explained(Fit(best_a[0], best_a[1]), Fit(best_b[0], best_b[2]), axes, gap, fits[0][0])
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

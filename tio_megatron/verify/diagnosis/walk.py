@@ -20,6 +20,7 @@ from tio_megatron.verify.diagnosis.parameters import differing, explain_paramete
 from tio_megatron.verify.diagnosis.products import Product, other_parameters, product_of, product_rules
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain, relative
+from tio_megatron.verify.diagnosis.sides import departing, with_reason
 from tio_megatron.verify.diagnosis.unfinished import stopped
 from tio_megatron.verify.traces.reader import Trace, Unfinished
 
@@ -34,8 +35,12 @@ def diagnose(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:
         ValueError: they are about different tokens or differently built models, so that nothing can be compared.
     """
     if isinstance(a, Unfinished) or isinstance(b, Unfinished):
-        return stopped(a, b)
+        return with_reason(stopped(a, b))
     _require_comparable(a, b)
+    return with_reason(_walk(a, b))
+
+
+def _walk(a: Trace, b: Trace) -> Finding:
     graph = a.graph + [point for point in b.graph if point.name not in {known.name for known in a.graph}]
     compared = 0
     for point in graph:
@@ -142,13 +147,15 @@ def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
 def _framework(case: Case, explained: Explained) -> Finding:
     rules = explained.a.rule, explained.b.rule
     axis = explained.axes[0]
-    usual = {"A": rules[0].axes[axis], "B": rules[1].axes[axis]}
+    side, reason = departing(explained, {name: case.fact(name) for name in ("norm_eps", "rope_theta")})
     lines = [f"{name}: A {rules[0].axes[name]!r}, B {rules[1].axes[name]!r}" for name in explained.axes]
     lines.append(f"computed anew from the recorded inputs by these rules: {_errors(explained)}")
     return Finding(
         "framework",
         _RENAMED.get(axis, axis),
-        details={"axes": list(explained.axes), "a": usual["A"], "b": usual["B"]},
+        side=side,
+        side_reason=reason,
+        details={"axes": list(explained.axes), "a": rules[0].axes[axis], "b": rules[1].axes[axis]},
         evidence=tuple(lines),
         cure=CURES[_RENAMED.get(axis, axis)],
     )
@@ -212,7 +219,7 @@ def _attention(case: Case) -> Finding | None:
         found = _framework(case, explained)
         if "visible" in explained.axes and "the whole pack" in (found.details["a"], found.details["b"]):
             side = "A" if found.details["a"] == "the whole pack" else "B"
-            return replace(found, cause="packing", side=side, cure=CURES["packing"])
+            return replace(found, cause="packing", side=side, side_reason="", cure=CURES["packing"])
         return found
     dtype = min(case.dtypes, key=lambda kind: kind.itemsize)
     if looks_like_rounding(max(explained.a.error, explained.b.error), dtype):
@@ -268,7 +275,7 @@ def _choice(case: Case) -> Finding:
     if found is None:
         said = "the router's logits are equal and the experts are not: a tie broken differently, or another rule of choosing; keep the tensors to tell"
         return Finding("routing", "", evidence=(said,), cure="Record again with --keep.")
-    return Finding("routing", found[0], evidence=tuple(found[1]), cure=CURES[found[0]])
+    return Finding("routing", found[0], side=found[2], evidence=tuple(found[1]), cure=CURES[found[0]])
 
 
 def _routing(a: Trace, b: Trace) -> tuple[str, ...]:
@@ -318,7 +325,9 @@ def _without_tensors(case: Case) -> Finding:
     temperatures = [side.facts.get("temperature") for side in (case.a, case.b)]
     if case.point.op == "logprob" and None not in temperatures and temperatures[0] != temperatures[1]:
         text = f"equal logits; the sides state the temperatures {temperatures[0]} and {temperatures[1]}"
-        return Finding("framework", "temperature", evidence=(text,), cure=CURES["temperature"])
+        off = [label for label, value in zip("AB", temperatures, strict=True) if value != 1.0]
+        side, reason = (off[0], "") if len(off) == 1 else ("", "both sides state a temperature other than 1")
+        return Finding("framework", "temperature", side=side, side_reason=reason, evidence=(text,), cure=CURES["temperature"])
     return Finding(
         "unknown", "", evidence=(said,), cure=f"Record both sides again with --keep {case.point.name} and its inputs, or --keep all on fewer tokens."
     )
