@@ -41,7 +41,7 @@ def test_training_layouts_that_are_allowed(layout: str, given: dict) -> None:
 
 
 def test_packed_training_is_allowed() -> None:
-    for given in ({}, {"sparse_mode": 0, "atten_mask": None}, {"sparse_mode": 7}, {"sparse_mode": 0, "atten_mask": MASK[:16, :16]}, {"keep_prob": 0.9}):
+    for given in ({}, {"sparse_mode": 0, "atten_mask": None}, {"sparse_mode": 0, "atten_mask": MASK[:16, :16]}, {"keep_prob": 0.9}):
         args, kwargs = packed_training(**given)
         check_training(*args, **kwargs)
 
@@ -77,6 +77,8 @@ def test_packed_training_is_allowed() -> None:
         ({"sparse_mode": 0, "atten_mask": MASK}, "takes the whole mask, [16, 16]"),
         ({"sparse_mode": 5}, "prefix"),
         ({"sparse_mode": 6}, "prefix"),
+        ({"sparse_mode": 4}, "needs pre_tockens and next_tockens"),
+        ({"sparse_mode": 7}, "would show every key by default; 3 is causal"),
         ({"sparse_mode": 9}, "0 to 8"),
         ({"sparse_mode": -1}, "0 to 8"),
         ({"keep_prob": 0.0}, "keep_prob"),
@@ -134,8 +136,9 @@ BSH = BATCH | {"input_layout": "BSH", "q": bf16(2, 16, 1024), "k": bf16(2, 16, 2
         BNSD,
         BSH,
         BNSD | {"input_layout": "BNSD_BSND"},
-        BNSD | {"input_layout": "BNSD_NBSD"},
         BSND | {"sparse_mode": 2},
+        UNPAGED | {"q": bf16(24, 8, 192), "k": bf16(24, 2, 192), "v": bf16(24, 2, 192)},
+        UNPAGED | {"input_layout": "NTD_TND", "q": bf16(8, 24, 128), "k": bf16(2, 24, 128), "v": bf16(2, 24, 128)},
         UNPAGED | {"version": 1, "q": bf16(24, 8, 192), "k": bf16(24, 8, 192), "v": bf16(24, 8, 128), "num_key_value_heads": 8},
     ],
 )
@@ -167,7 +170,11 @@ def test_inference_that_is_allowed(given: dict) -> None:
             "below 65535 together",
         ),
         (BNSD | {"input_layout": "BNSD_BSND", "q": bf16(2, 8, 1, 128)}, "more than one query token"),
-        (BNSD | {"input_layout": "BNSD_NBSD", "q": bf16(2, 8, 17, 128)}, "17 query tokens; 1 to 16"),
+        (BNSD | {"input_layout": "BNSD_NBSD"}, "is for latent attention"),
+        (BSH | {"input_layout": "BSH_NBSD"}, "is for latent attention"),
+        (UNPAGED | {"input_layout": "TND_NTD"}, "is for latent attention"),
+        ({"input_layout": "NTD_TND", "q": bf16(8, 24, 128)}, "layout NTD_TND with pages; TND"),
+        (UNPAGED | {"v": bf16(24, 2, 192)}, "heads of 128 and values of 192; 128"),
         ({"actual_seq_qlen": None}, "needs the lengths"),
         ({"actual_seq_kvlen": None}, "needs the lengths"),
         ({"actual_seq_qlen": [8, 20]}, "end at 20 of 24"),
@@ -208,7 +215,7 @@ def test_inference_that_is_allowed(given: dict) -> None:
         (UNPAGED | {"version": 1}, "head size 128; 192"),
         (UNPAGED | {"version": 1, "q": bf16(24, 8, 192), "k": bf16(24, 2, 192), "v": bf16(24, 2, 192)}, "8 query heads and 2 key/value heads"),
         (UNPAGED | {"actual_seq_kvlen": [84, 104]}, "lengths of keys end at 104 of 24 keys"),
-        (UNPAGED | {"v": bf16(24, 2, 64)}, "values of 64; 128 or 192"),
+        (UNPAGED | {"v": bf16(24, 2, 64)}, "values of 64; 128"),
         (UNPAGED | {"k": bf16(24, 4, 128), "v": bf16(24, 4, 128)}, "2 heads of 128 are expected"),
         (UNPAGED | {"v": bf16(20, 2, 128)}, "differ"),
         (
@@ -239,7 +246,21 @@ def product(**changes: Any) -> dict:
     return {"x": bf16(24, 64), "weight": [bf16(8, 64, 96)], "group_list": torch.empty(8, dtype=torch.int64, device="meta")} | changes
 
 
-@pytest.mark.parametrize("given", [{}, {"weight": [bf16(96, 64).t() for _ in range(8)]}, {"group_list_type": 1}, {"split_item": 3}])
+FP32 = {"x": torch.empty(24, 64, device="meta"), "weight": [torch.empty(8, 64, 96, device="meta")]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"weight": [bf16(96, 64).t() for _ in range(8)]},
+        {"weight": [bf16(70000, 64).t() for _ in range(8)]},
+        {"group_list_type": 1},
+        {"split_item": 3},
+        FP32,
+        {"weight": [bf16(1, 96, 64).transpose(1, 2)], "group_list": torch.empty(1, dtype=torch.int64, device="meta")},
+    ],
+)
 def test_products_that_are_allowed(given: dict) -> None:
     limits.check_grouped(**product(**given))
 
@@ -255,6 +276,9 @@ def test_products_that_are_allowed(given: dict) -> None:
         ({"weight": [bf16(64, 96)] * 129}, "129 weights; 1 to 128"),
         ({"weight": [bf16(64, 96), bf16(96, 64).t()]}, "must be alike"),
         ({"weight": [bf16(8, 64, 70000)]}, "below 65536"),
+        (FP32 | {"weight": [torch.empty(64, 96, device="meta")] * 8}, "float32 with 8 weights"),
+        ({"weight": [bf16(64, 96)], "group_list": torch.empty(1, dtype=torch.int64, device="meta")}, "weight has 2 axes; it takes 3"),
+        ({"weight": [bf16(64, 192)[:, :96]] * 8}, "it must be contiguous, or its transpose must be"),
         ({"group_list": torch.empty(8, dtype=torch.int32, device="meta")}, "group_list is int32"),
         ({"group_list": torch.empty(7, dtype=torch.int64, device="meta")}, "7 entries for 8 experts"),
         ({"split_item": 0}, "split_item 0"),

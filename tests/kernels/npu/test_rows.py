@@ -53,6 +53,8 @@ def test_terms_of_a_product_ascend() -> None:
     x = torch.tensor([[1.0, 1, 1, 1]]).bfloat16()
     w = torch.tensor([[2.0**30, 1, -(2.0**30), 1], [1, 2.0**30, -(2.0**30), 1]]).bfloat16()
     assert grouped.grouped(x, [w], torch.tensor([0, 1]), 1, False, torch.bfloat16).tolist() == [[1.0, 1.0]]
+    wide = torch.cat([w, w + 1], 1)[:, : w.shape[1]]  # strides that the operator's documents do not know
+    assert not wide.is_contiguous() and grouped.grouped(x, [wide], torch.tensor([0, 1]), 1, False, torch.bfloat16).tolist() == [[1.0, 1.0]]
     assert grouped.grouped(x, [w.flip(1)], torch.tensor([0, 1]), 1, False, torch.bfloat16).tolist() != [[1.0, 1.0]]
 
 

@@ -117,6 +117,8 @@ def pools(cache: Tensor) -> tuple[Tensor, Tensor]:
 def write_pages(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Keys and values into pages, both in one call; ``tio::write_pages``. Slots must lie inside the cache: a device does not look.
 
+    Negative slots, which other devices skip, and repeated ones are outside what the operator's documents allow: leave padding tokens out.
+
     Raises:
         ValueError: the documents forbid the shapes or types.
     """

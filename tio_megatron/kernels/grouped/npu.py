@@ -37,7 +37,9 @@ def grouped(x: Tensor, w: list[Tensor], offsets: Tensor, leaves: int, paired: bo
     x = x.contiguous()
     if not x.shape[0]:
         return x.new_empty(0, w[0].shape[0])
-    weights = [one.t() for one in w]
+    # Contiguous or transposed is what the operator takes, and a single weight with an axis of experts.
+    laid = [one if one.is_contiguous() or one.t().is_contiguous() else one.contiguous() for one in w]
+    weights = [one.t() for one in laid] if len(laid) > 1 else [laid[0].t().unsqueeze(0)]
     ends = offsets[1:]
     check_grouped(x, weights, ends, group_list_type=CUMULATIVE)
     (y,) = find("npu_grouped_matmul")([x], weights, group_list=ends, split_item=2, group_type=0, group_list_type=CUMULATIVE)

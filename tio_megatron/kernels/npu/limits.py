@@ -46,7 +46,9 @@ def check_grouped(
     group_list_type: int = 0,
     output_dtype: torch.dtype | None = None,
 ) -> None:
-    """``npu_grouped_matmul`` of one ``x[R, K]``, cut along rows, with one ``[E, K, N]`` or with one ``[K, N]`` for each expert.
+    """``npu_grouped_matmul`` of one ``x[R, K]``, cut along rows, with one ``[E, K, N]`` or with one ``[K, N]`` for each of several experts.
+
+    That the counts of rows end at ``R``, as they must, cannot be seen without waiting for the device.
 
     Raises:
         ValueError: what the documents forbid for that case.
@@ -57,16 +59,20 @@ def check_grouped(
     require(x.is_contiguous(), what, f"x has strides {list(x.stride())}; it must be contiguous (only the weight may be transposed)")
     require(0 < len(weight) <= MAX_LIST, what, f"{len(weight)} weights; 1 to {MAX_LIST}, or one [E, K, N]")
     first = weight[0]
-    whole = len(weight) == 1 and first.dim() == 3
+    whole = len(weight) == 1
     for one in weight:
         check_kind(what, "weight", one, FLOATS, 3 if whole else 2)
+        laid = one.is_contiguous() or one.transpose(-1, -2).is_contiguous()
+        require(laid, what, f"a weight {list(one.shape)} has strides {list(one.stride())}; it must be contiguous, or its transpose must be")
         require(one.dtype == x.dtype, what, f"weight is {names([one.dtype])} and x {names([x.dtype])}; they must be the same")
         same = one.shape == first.shape and one.stride() == first.stride()
         require(same, what, f"weights {list(first.shape)} and {list(one.shape)}, strides {first.stride()} and {one.stride()}; they must be alike")
     experts = first.shape[0] if whole else len(weight)
     k, n = first.shape[-2:]
     require(x.shape[1] == k, what, f"x has {x.shape[1]} columns and weights {[k, n]}; x[R, K] and [K, N] go together")
-    require(max(k, n) < INNER, what, f"weights {[k, n]}: the last axis of an operand stays below {INNER}")
+    last = n if first.is_contiguous() else k
+    require(max(k, last) < INNER, what, f"weights {[k, n]}: the last axis of an operand, as it lies in memory, stays below {INNER}")
+    require(whole or x.dtype != torch.float32, what, f"float32 with {len(weight)} weights; it takes one [E, K, N], or half-width types")
     require(split_item in (2, 3), what, f"split_item {split_item}; one result from one x needs 2 or 3")
     require(group_type == 0, what, f"group_type {group_type}; rows in groups are group_type 0")
     require(group_list_type in (0, 1), what, f"group_list_type {group_list_type}; 0 (cumulative) and 1 (counts) are for these element types")

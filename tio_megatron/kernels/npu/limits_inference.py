@@ -17,14 +17,12 @@ LAYOUTS = {
     "BSND": 4,
     "BNSD": 4,
     "BNSD_BSND": 4,
-    "BSH_NBSD": 3,
-    "BSND_NBSD": 4,
-    "BNSD_NBSD": 4,
     "TND": 3,
-    "TND_NTD": 3,
     "NTD_TND": 3,
 }
 """Layouts (left the query's, right the result's) and their number of axes."""
+WITH_ROPE = ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD")
+"""Layouts of latent attention alone (heads of 512, rotary parts in tensors of their own), which is not passed here."""
 MAX_HEADS = 256
 MAX_RATIO = 64
 MAX_SIZE = 512
@@ -76,6 +74,7 @@ def check_inference(
     """
     what = "npu_fused_infer_attention_score" + ("_v2" if version == 2 else "")
     require(version in (1, 2), what, f"version {version}; 1 or 2")
+    require(input_layout not in WITH_ROPE, what, f"layout {input_layout!r} is for latent attention with query_rope and key_rope; {', '.join(LAYOUTS)} are not")
     require(input_layout in LAYOUTS, what, f"layout {input_layout!r}; it takes {', '.join(LAYOUTS)}")
     check_kind(what, "query", q, HALVES, LAYOUTS[input_layout])
     for name, tensor in (("query", q), ("key", k), ("value", v)):
@@ -93,8 +92,6 @@ def check_inference(
         require(num_heads * size < MAX_WIDTH, what, f"{num_heads} heads of {size} with layout {input_layout}; below {MAX_WIDTH} together")
     if input_layout == "BNSD_BSND":
         require(tokens > 1, what, "layout BNSD_BSND needs more than one query token")
-    if input_layout.endswith("NBSD"):
-        require(1 <= tokens <= 16, what, f"layout {input_layout} with {tokens} query tokens; 1 to 16")
     if packed:
         queries = _packed(
             what, version, input_layout, q.dtype, tokens, size, v.shape[-1], num_heads, groups, actual_seq_qlen, actual_seq_kvlen, block_table is not None
@@ -181,7 +178,9 @@ def _packed(
     else:
         # The rule is given for pages and without; a page's last axis may be all heads at once, which _check_pages sees.
         require(size in (128, 192), what, f"layout {layout} with head size {size}; 128 or 192")
-        require(paged or value_size in (128, 192), what, f"layout {layout} with values of {value_size}; 128 or 192")
+        values = (128, 192) if layout == "TND" and size == 192 else (128,)
+        require(paged or value_size in values, what, f"layout {layout} with heads of {size} and values of {value_size}; {' or '.join(map(str, values))}")
+        require(not paged or layout == "TND", what, f"layout {layout} with pages; TND")
     return lengths_of(ends_q)
 
 

@@ -113,12 +113,14 @@ def _check_mask(
     require(0 <= mode <= 8, what, f"sparse_mode {mode}; 0 to 8")
     require(mode not in (5, 6), what, f"sparse_mode {mode} (prefix) needs the length of the prefix, which is not passed here; 3 is causal")
     require(packed or mode not in (7, 8), what, f"sparse_mode {mode} is for layout TND alone")
+    band = f"sparse_mode {mode} needs pre_tockens and next_tockens, which are not passed here and would show every key by default; 3 is causal"
+    require(mode not in (4, 7, 8), what, band)
     if mask is None:
         require(mode == 0, what, f"sparse_mode {mode} without atten_mask: the operator would ignore the mode and attend to every key")
         return
     check_kind(what, "atten_mask", mask, (torch.bool, torch.uint8), 2, 4)
     shape = list(mask.shape)
-    if mode in (2, 3, 4, 7, 8):
+    if mode in (2, 3):
         require(shape == [COMPRESSED] * 2, what, f"sparse_mode {mode} takes the compressed mask {[COMPRESSED] * 2}, got {shape}")
     else:
         if packed:
