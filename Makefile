@@ -137,7 +137,7 @@ check: setup  ## ruff, mypy and the tests
 bench: setup  ## the benchmarks, against the stock packages
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-.PHONY: docs dist dist-check
+.PHONY: docs dist dist-check dist-check-arm
 docs: $(DOCS_DONE)  ## the documentation as a site with an API reference: out/site (in an environment of its own, .venv-docs)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build -q --strict $(ARGS)
 	echo "out/site/index.html"
@@ -147,6 +147,9 @@ dist: setup  ## a release from the last commit: sdist and wheels for x86-64 and 
 
 dist-check: setup  ## installs the wheel of dist/ into a new, empty Debian and tries it (root, debootstrap)
 	@bash .ci/clean-root dist "$(WHEELS)"
+
+dist-check-arm: setup  ## the same with the wheel for aarch64 in a Debian for Arm, emulated (root, debootstrap, qemu-user-static; some minutes)
+	@PATH="$(abspath $(BIN)):$$PATH" bash .ci/arm-root dist "$(WHEELS)"
 
 $(DOCS_DONE):
 	@$(HELPERS)
