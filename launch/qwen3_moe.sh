@@ -7,7 +7,7 @@
 #   bash launch/qwen3_moe.sh --help                                        every option, with examples
 #
 # Over several hosts, on each: NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash launch/qwen3_moe.sh --tp 2 --ep 2
-# (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.)
+# (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.) MAX_RESTARTS=3: torchrun starts all ranks again when one has failed.
 #
 # And in the same ways the other jobs: reinforcement learning (bash launch/qwen3_moe.sh rl --help), and whether these hosts give the bytes of
 # one process (bash launch/qwen3_moe.sh consistency --help).
@@ -89,7 +89,7 @@ def start_torchrun(argv: list[str]) -> int:
     logging.disable(logging.ERROR)
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
-        if place.many:
+        if place.many and not place.restarts:
             ending.outlive_torchrun(Path(folder))
         try:
             torchrun([*together, "--log-dir", folder, *ranks])

@@ -65,11 +65,12 @@ def say(text: str, status: int, *, everywhere: bool = False) -> int:
 
 
 def said_below(folder: Path) -> int | None:
-    """The status that a rank has said in a folder given to torchrun as ``--log-dir``; None when nothing was said."""
-    for file in folder.glob(f"*/attempt_*/{SAID}"):
-        status: int = json.loads(file.read_text())["status"]
-        return status
-    return None
+    """The status that a rank of the last start has said in a folder given to torchrun as ``--log-dir``; None when nothing was said."""
+    starts = sorted(folder.glob("*/attempt_*"), key=lambda start: int(start.name.removeprefix("attempt_")))
+    if not starts or not (starts[-1] / SAID).is_file():
+        return None
+    status: int = json.loads((starts[-1] / SAID).read_text())["status"]
+    return status
 
 
 def outlive_torchrun(folder: Path) -> None:

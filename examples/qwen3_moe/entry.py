@@ -129,6 +129,7 @@ def prepared(options: Options, until: contextlib.ExitStack) -> tuple[Contract, l
         made = stages.prepare(options, contract)
         scratch = _scratch(options, made)
         until.callback(shutil.rmtree, scratch, ignore_errors=True)
+        until.enter_context(folders.held(scratch))
         return contract, made, scratch
     except (OSError, ValueError) as error:
         raise ending.InputProblem(ending.describe(error)) from error
@@ -142,6 +143,8 @@ def _scratch(options: Options, found: Sequence[Stage]) -> Path:
 
     need = max(stages.bytes_of(stage.config) * (stage.rounds if stage.train else 0) for stage in found) + (64 << 20)
     memory = Path("/dev/shm")
+    for place in (memory, options.out):
+        folders.remove_left_behind(place, "tio-job-")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * need
     if not roomy:
         folders.require_room(options.out, need, "--out")

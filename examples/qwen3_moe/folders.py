@@ -22,6 +22,8 @@ REPORT_BYTES = 16 << 20
 MADE = re.compile(r"(tiny|tiny-random|slice)-[0-9a-f]{12}")
 MOST_MADE = 16
 SPARED = 24 * 3600.0
+FRESH = 2.0
+"""Seconds in which a new folder may not be held yet."""
 PATIENCE = 0.3
 """Seconds; another job that only looks whether a folder is free holds it for less."""
 
@@ -94,6 +96,32 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder of this process, which :func:`remove_left_behind` leaves alone. Where the file system keeps no locks, nobody removes it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_left_behind(place: Path, prefix: str) -> None:
+    """Remove the folders with ``prefix`` that nobody holds any longer: their process was killed. Not one that was made in these seconds."""
+    for folder in place.glob(f"{prefix}*") if place.is_dir() else ():
+        with contextlib.suppress(OSError):  # somebody holds it, or is not this user, or has removed it at this moment
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or time.time() - folder.stat().st_mtime < FRESH:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:

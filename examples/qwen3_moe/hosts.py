@@ -20,13 +20,17 @@ SLURM_PORTS = range(20000, 30000)
 
 @dataclass(frozen=True)
 class Hosts:
-    """``count`` hosts, of which this is number ``rank``; ranks meet at ``address``:``port``, which is on the first, within ``seconds``."""
+    """``count`` hosts, of which this is number ``rank``; ranks meet at ``address``:``port``, which is on the first, within ``seconds``.
+
+    ``restarts``: how often torchrun starts all ranks again when one has failed.
+    """
 
     count: int = 1
     rank: int = 0
     address: str = "127.0.0.1"
     port: int = 0
     seconds: int = 600
+    restarts: int = 0
 
     @property
     def many(self) -> bool:
@@ -39,31 +43,34 @@ class Hosts:
         Raises:
             ValueError: the first host cannot be reached by any interface.
         """
+        again = ["--max-restarts", str(self.restarts)]
         if not self.many:
-            return ["--standalone", "--local-addr", "127.0.0.1"]
-        where = ["--nnodes", str(self.count), "--node-rank", str(self.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}"]
+            return ["--standalone", "--local-addr", "127.0.0.1", *again]
+        where = [*again, "--nnodes", str(self.count), "--node-rank", str(self.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}"]
         # torchrun looks for its own name behind the address, which a host need not find.
         waits = f"is_host={self.rank == 0},join_timeout={self.seconds},read_timeout={self.seconds}"
         return [*where, "--rdzv-conf", waits, "--rdzv-id", run, "--local-addr", own_address(self.address, self.port)]
 
 
 def from_environment(environ: Mapping[str, str]) -> Hosts:
-    """From ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``, or inside ``srun`` from Slurm's own; the former win. ``TIO_RENDEZVOUS_SECONDS``: patience.
+    """From ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``, or inside ``srun`` from Slurm's own; the former win. ``TIO_RENDEZVOUS_SECONDS``: patience;
+    ``MAX_RESTARTS``: of all ranks.
 
     Raises:
         ValueError: a variable that is missing or is no number of the kind it must be.
 
     >>> from_environment({})
-    Hosts(count=1, rank=0, address='127.0.0.1', port=0, seconds=600)
+    Hosts(count=1, rank=0, address='127.0.0.1', port=0, seconds=600, restarts=0)
     >>> from_environment({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    Hosts(count=2, rank=1, address='10.0.0.1', port=29500, seconds=600)
+    Hosts(count=2, rank=1, address='10.0.0.1', port=29500, seconds=600, restarts=0)
     >>> from_environment({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[03-04,09]"})
-    Hosts(count=2, rank=1, address='gpu03', port=20007, seconds=600)
+    Hosts(count=2, rank=1, address='gpu03', port=20007, seconds=600, restarts=0)
     """
     slurm = "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ  # inside srun; a job's own script runs on one host before that
     count = _number(environ, "NNODES", "SLURM_NNODES" if slurm else None, least=1, default=1)
+    restarts = _number(environ, "MAX_RESTARTS", None, least=0, default=0)
     if count == 1:
-        return Hosts()
+        return Hosts(restarts=restarts)
     rank = _number(environ, "NODE_RANK", "SLURM_NODEID" if slurm else None, least=0, default=None)
     if rank >= count:
         raise ValueError(f"NODE_RANK {rank}: with NNODES {count} hosts are numbered 0 to {count - 1}")
@@ -72,7 +79,7 @@ def from_environment(environ: Mapping[str, str]) -> Hosts:
         raise ValueError(f"MASTER_ADDR is not set: with NNODES {count} it must be the address of the first host, the same on all")
     port = SLURM_PORTS[int(re.sub(r"\D", "", environ["SLURM_JOB_ID"]) or 0) % len(SLURM_PORTS)] if slurm else None
     meet = _number(environ, "MASTER_PORT", None, least=1, default=port, most=65535)
-    return Hosts(count, rank, address, meet, _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600))
+    return Hosts(count, rank, address, meet, _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600), restarts)
 
 
 def first_host(nodes: str) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tio_megatron.contract.strict_json import read_json
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -74,11 +76,11 @@ def read(path: Path) -> list[str | list[int]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = read_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: a number has too many digits") from error
+            raise ValueError(f"{path}, line {number}: {error}") from error
         except RecursionError as error:
             raise ValueError(f"{path}, line {number}: nested too deeply") from error
         given = entry if isinstance(entry, dict) else {}

@@ -23,6 +23,7 @@ from examples.qwen3_moe.screen import Screen
 from examples.qwen3_moe.world import World
 from tio_megatron import kernels, rl
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
+from tio_megatron.checkpoint.training import LATEST
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.integrations.megatron.train_state import load_training, save_training
@@ -62,13 +63,19 @@ class Loop:
         trainer.temperature = options.job.temperature
         trainer.load(self.start)
         trainer.train_with(lr=options.job.lr, clip_grad=options.job.clip_grad)
-        first = self._resume(trainer) if options.resume else 0
+        again = world.from_first(self._again)
+        first = self._resume(trainer) if options.resume or (again and world.from_first(self._has_checkpoint)) else 0
         done: list[Metrics] = world.from_first(lambda: self._done_before(first)) if first else []
+        if again:
+            self.screen.say(f"torchrun has started the ranks again: on from step {first}")
         if first >= options.steps:
+            if again:  # lost after its last step
+                return done
             raise InputProblem(f"--steps {options.steps}: the newest checkpoint below {options.job.out} has {first}; ask for more, or leave out --resume")
         with world.on_first(self._start_engine) or contextlib.nullcontext() as engine:
             file = world.on_first(lambda: MetricsFile(options.job.out, done))
-            kept = world.on_first(self._open_rollouts) if options.keep_rollouts else None
+            kept = world.on_first(lambda: self._open_rollouts(again)) if options.keep_rollouts else None
+            world.on_first(world.begin)
             name = f"{'stock ' if options.stock else ''}GRPO on '{options.task}', Megatron {options.trainer}, vLLM {self.rollout}"
             with self.screen.bar(name, options.steps) as advance:
                 for number in range(first, options.steps):
@@ -123,9 +130,25 @@ class Loop:
             raise InputProblem(f"{path}: the checkpoint beside it has {count} steps, the file has not all of them; start the run anew without --resume")
         return found
 
-    def _open_rollouts(self) -> KeptRollouts:
-        """The store below ``--out`` (rank 0): of this run alone, unless it goes on from a checkpoint."""
-        return KeptRollouts(self.options.job.out / ROLLOUTS, self.contract, self.options.job.temperature, f"vllm {self.rollout}", self.options.resume)
+    def _open_rollouts(self, again: bool) -> KeptRollouts:
+        """The store below ``--out`` (rank 0): of this run alone, unless it goes on from a checkpoint or was started again."""
+        resume = self.options.resume or again
+        return KeptRollouts(self.options.job.out / ROLLOUTS, self.contract, self.options.job.temperature, f"vllm {self.rollout}", resume)
+
+    def _again(self) -> bool:
+        """Whether torchrun has started the ranks again after this run had begun (rank 0).
+
+        Raises:
+            InputProblem: checkpoints would be written beside those of another run, and a restart could not tell them apart.
+        """
+        again = self.world.begun
+        if self.options.save_every and not self.options.resume and not again and self._has_checkpoint():
+            folder = self.options.job.out / CHECKPOINTS
+            raise InputProblem(f"{folder}: holds checkpoints of another run; go on from them with --resume, move them away, or name another --out")
+        return again
+
+    def _has_checkpoint(self) -> bool:
+        return (self.options.job.out / CHECKPOINTS / LATEST).is_file()
 
     def _step(self, trainer: PolicyTrainer, engine: Rollout | None, number: int, kept: KeptRollouts | None) -> Metrics:
         options, began = self.options, time.monotonic()

@@ -12,6 +12,7 @@ import torch
 
 from examples.qwen3_moe.report import replace_file
 from tio_megatron import rl
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.monitor.event_file import EventFile
 from tio_megatron.verify.monitor.lines import append_line
 
@@ -98,7 +99,7 @@ def read(path: Path) -> list[Metrics]:
     found = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
         try:
-            step = json.loads(line)
+            step = read_json(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error}); the run that wrote it would not have: remove the line, or the file") from error
         if not isinstance(step, dict) or any(not _fits(name, value) for name, value in step.items()):

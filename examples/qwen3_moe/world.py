@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from examples.qwen3_moe import ending, hosts
 from examples.qwen3_moe.pulse import Pulse
+from examples.qwen3_moe.starts import begin, begun, name_of_start
 from tio_megatron.checkpoint import CheckpointError
 from tio_megatron.collectives import failure, last_words
 
@@ -52,9 +54,10 @@ class World:
         self._tell = tell
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: Store | None = None
         try:
             if "RANK" in os.environ:
-                join(timedelta(seconds=failure.patience()))
+                self._store = join(timedelta(seconds=failure.patience()))
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
                 dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
@@ -104,6 +107,16 @@ class World:
         self.from_first(keep)
         return kept[0] if kept else None
 
+    @property
+    def begun(self) -> bool:
+        """Whether torchrun has started these ranks again (``--max-restarts``) after :meth:`begin` (on rank 0)."""
+        return self._store is not None and begun(self._store)
+
+    def begin(self) -> None:
+        """Rank 0 calls it where the work begins that a restart shall go on with."""
+        if self._store is not None:
+            begin(self._store)
+
     def gather(self, mine: Value) -> list[Value]:
         """What every rank has, by rank, on every rank.
 
@@ -124,10 +137,13 @@ class World:
             self._folder.cleanup()
 
 
-def join(limit: timedelta) -> None:
+def join(limit: timedelta) -> Store:
     """Make the default group of the ranks that were started with this one; over again after each of torchrun's restarts.
 
     torchrun keeps one store for all starts, and gloo would find there the addresses of ranks that have ended; so each start has its own part of it.
+
+    Returns:
+        The whole store.
 
     Raises:
         DistError, ValueError: a rank has not come within ``limit``, or cannot be reached.
@@ -136,8 +152,9 @@ def join(limit: timedelta) -> None:
     _find_first()
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    own = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    own = dist.PrefixStore(name_of_start(store, rank, size, limit), store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+    return store
 
 
 def _find_first() -> None:
