@@ -32,9 +32,9 @@ class Row:
 
 def rows() -> list[Row]:
     """All of them, in the order of the page."""
-    from tests.bad_input import rows_checkpoint, rows_engines, rows_files, rows_job, rows_layers
+    from tests.bad_input import rows_checkpoint, rows_engines, rows_files, rows_job, rows_layers, rows_twice
 
-    return [*rows_job.ROWS, *rows_checkpoint.ROWS, *rows_files.ROWS, *rows_engines.ROWS, *rows_layers.ROWS]
+    return [*rows_job.ROWS, *rows_checkpoint.ROWS, *rows_files.ROWS, *rows_twice.ROWS, *rows_engines.ROWS, *rows_layers.ROWS]
 
 
 def page() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 from tio_megatron.contract import ModelShape
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.model import MAX_POSITIONS
+from tio_megatron.contract.strict_json import GivenTwice, read_json
 
 DTYPES = ("bfloat16", "float32")
 """Dtypes of weights the kernels take."""
@@ -50,7 +50,7 @@ class CheckpointConfig:
         if path.is_fifo() or path.is_socket() or path.is_char_device():  # reading would wait, perhaps for ever
             raise CheckpointError(f"{path}: no file but a pipe, a socket or a device")
         try:
-            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+            data = read_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file; a checkpoint is an HF folder with config.json and *.safetensors") from error
         except (OSError, ValueError, RecursionError) as error:
@@ -106,7 +106,9 @@ def require_no_code(folder: Path) -> None:
     """
     for name in _MAY_NAME_CODE:
         try:
-            held = json.loads((folder / name).read_text(encoding="utf-8"))
+            held = read_json((folder / name).read_text(encoding="utf-8"))
+        except GivenTwice as error:  # another reader could take the other one
+            raise CheckpointError(f"{folder / name}: {error}; take the model's own file") from error
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(held, dict) and held.get("auto_map"):

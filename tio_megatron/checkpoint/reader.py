@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,14 @@ from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
 from tio_megatron.checkpoint.names import TensorSpec, tensor_count, tensor_table
 from tio_megatron.contract.messages import cut, shown
+from tio_megatron.contract.strict_json import GivenTwice, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 _SHOWN = 6
+_LONGEST_HEADER = 100_000_000
+"""Bytes, of safetensors itself."""
 _OLDER = "the file is damaged, or the training that wrote it had diverged: copy it again, or take an older checkpoint"
 
 
@@ -126,9 +128,12 @@ class Checkpoint:
         if file not in self._open:
             path = self.path / file
             try:
+                _names_once(path)
                 self._open[file] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise CheckpointError(f"{path}: no such file") from error
+            except GivenTwice as error:
+                raise CheckpointError(f"{path}: {error}; copy it again") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a whole safetensors file ({cut(str(error))}); copy it again") from error
         return self._open[file]
@@ -138,7 +143,7 @@ class Checkpoint:
         index = self.path / INDEX
         if index.exists():
             try:
-                files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = read_json(index.read_text(encoding="utf-8"))["weight_map"]
             except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index}: cannot be read as an index with a weight_map ({cut(repr(error))})") from error
             odd = [f for f in files.values() if not _is_plain(f)] if isinstance(files, dict) else [files]
@@ -212,3 +217,20 @@ def _is_plain(name: object) -> bool:
 def _some(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(cut(name, 200) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _names_once(path: Path) -> None:
+    """Refuse a header that has a tensor, or a field of one, twice: the library takes one of them. All else that is wrong it says itself.
+
+    Raises:
+        GivenTwice: names it.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            read_json(file.read(length) if length <= min(path.stat().st_size, _LONGEST_HEADER) else b"{}")
+        except GivenTwice:
+            raise
+        except (ValueError, RecursionError):
+            return

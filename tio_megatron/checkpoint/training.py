@@ -20,6 +20,7 @@ from typing import Any
 from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
 from tio_megatron.contract.messages import LONGEST, cut, shown
+from tio_megatron.contract.strict_json import read_json
 
 STATE = "state.json"
 LATEST = "latest"
@@ -200,7 +201,7 @@ def training_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tio_megatron.contract.messages import shown
 from tio_megatron.contract.spec import Contract
+from tio_megatron.contract.strict_json import read_json
 
 VARIABLE = "TIO_CONTRACT"
 """``1`` or ``default`` (the default contract), a JSON object, or the path of a JSON file. Unset, empty or ``0``: off."""
@@ -54,7 +55,7 @@ def read(value: Contract | Mapping[str, Any] | str | Path | None) -> Setting:
         value = _text(Path(value))
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"contract: not JSON ({error})") from error
     if not isinstance(value, Mapping):

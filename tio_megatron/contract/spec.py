@@ -14,6 +14,7 @@ from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
 from tio_megatron.contract.messages import named, shown
 from tio_megatron.contract.model import ModelShape
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
 from tio_megatron.contract.vocab import VocabOrder
 
@@ -225,7 +226,7 @@ class Contract:
             ValueError: not JSON, an unknown field, or a value the constructor refuses.
         """
         try:
-            data = json.loads(text)
+            data = read_json(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"contract: not JSON ({error})") from error
         if not isinstance(data, dict):

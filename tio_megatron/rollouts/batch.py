@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.contract.messages import shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.rollouts.errors import StoreError
 
 Plain: TypeAlias = str | int | float | bool | None
@@ -81,7 +82,7 @@ class About:
             StoreError: something else.
         """
         try:
-            held = json.loads(text)
+            held = read_json(text)
         except (ValueError, RecursionError) as error:
             raise StoreError(f"{where}: 'about' is no JSON ({error})") from None
         names = {each.name for each in fields(cls)}

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tio_megatron.contract.messages import cut, shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.rollouts.batch import ARRAYS, OPTIONAL, About, Batch
 from tio_megatron.rollouts.errors import StoreError
 
@@ -89,12 +90,12 @@ def _head(first: bytes, rest: bytes, size: int, where: str) -> Head:
     if len(first) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
         raise StoreError(f"{where}: no safetensors file, or cut off: a header of {length} bytes is announced in a file of {size}")
     try:
-        header = json.loads(rest[:length])
+        header = read_json(rest[:length])
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where}: a damaged header ({cut(str(error))})") from None
     metadata: Any = header.pop("__metadata__", None) if isinstance(header, dict) else None
     try:
-        said = json.loads(metadata[_KEY])
+        said = read_json(metadata[_KEY])
     except (ValueError, RecursionError, KeyError, TypeError):
         said = None
     if not isinstance(said, dict) or said.get("format") != FORMAT or said.keys() != set(_FIELDS):

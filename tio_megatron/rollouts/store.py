@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.batch_file import FORMAT, NOTHING, Head, decode, encode, file_digest, read_head
 from tio_megatron.rollouts.draw import Drawn, draw
@@ -89,7 +90,7 @@ class Store:
         """
         folder = Path(folder)
         try:
-            said = json.loads((folder / STORE).read_text(encoding="utf-8"))
+            said = read_json((folder / STORE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise StoreError(f"{folder}: no store of rollouts ({STORE} is missing)") from None
         except (OSError, ValueError, RecursionError) as error:

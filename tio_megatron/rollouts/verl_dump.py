@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tio_megatron.contract.messages import shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.errors import StoreError
 
@@ -81,7 +82,7 @@ def _batch(file: Path, about: About, encode: Encode | None, field: str | None) -
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = read_json(line)
     except (ValueError, RecursionError) as error:
         cut = "cut off in the middle of it" if not line.endswith(b"\n") else "no JSON"
         raise StoreError(f"{where}: {cut} ({error})") from None

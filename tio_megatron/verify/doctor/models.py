@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import ModelShape
+from tio_megatron.contract.strict_json import read_json
 
 KNOWN = {
     "Qwen3-30B-A3B": ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768),
@@ -67,7 +67,7 @@ def _sampling(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     return {name: found[name] for name in SAMPLING if isinstance(found, dict) and found.get(name) is not None}

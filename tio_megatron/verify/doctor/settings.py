@@ -7,7 +7,6 @@ nobody writes are those that the reader of the configuration takes (:mod:`.defau
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,9 +19,11 @@ from typing import Any, Literal
 import yaml
 
 from tio_megatron.contract.messages import cut
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running
 from tio_megatron.verify.doctor.running import Kind, Running
+from tio_megatron.verify.strict_yaml import read_yaml
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
@@ -208,7 +209,7 @@ def _text(path: Path) -> str:
 
 def _parsed(path: Path, text: str) -> Any:
     try:
-        return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        return read_json(text) if path.suffix.lower() == ".json" else read_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
@@ -298,7 +299,7 @@ def _value(text: str) -> Any:
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
         return float(text)
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float | list) or value is None else text

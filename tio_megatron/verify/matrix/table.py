@@ -23,6 +23,7 @@ from tio_megatron.contract.environment import read
 from tio_megatron.contract.messages import cut, named, shown
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.readers import read_tokens
+from tio_megatron.verify.strict_yaml import read_yaml
 
 ENGINES = ("megatron", "vllm", "hf")
 DTYPES = ("bfloat16", "float32")
@@ -109,7 +110,7 @@ class Table:
         try:
             if path.stat().st_size > MOST_BYTES:
                 raise ValueError(f"{path.stat().st_size} bytes, a table has at most {MOST_BYTES}")
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = read_yaml(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError, OSError) as error:
             # PyYAML lets Python's own errors of odd scalars through.
             raise ValueError(f"{path}: cannot be read as YAML ({cut(str(error))})") from error

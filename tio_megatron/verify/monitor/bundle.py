@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.monitor.sides import Side
 
 SIDES = ("trainer", "rollout")
@@ -97,7 +98,7 @@ def read_bundle(folder: Path) -> Bundle:
     if missing:
         raise ValueError(f"{folder}: no bundle of a monitor ({', '.join(missing)} missing)")
     try:
-        about = json.loads((folder / "breach.json").read_text(encoding="utf-8"))
+        about = read_json((folder / "breach.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'breach.json'}: cannot be read ({error})") from error
     if not isinstance(about, dict) or about.get("bundle") != VERSION:

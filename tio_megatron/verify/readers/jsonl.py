@@ -10,7 +10,6 @@ function returned for each sample. There is no log-probability in it and no toke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.contract.messages import named, shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
 
 _MASKS = ("response_mask", "mask")
@@ -32,7 +32,7 @@ def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
                 continue
             where = f"{path}, line {number}"
             try:
-                entry = json.loads(line)
+                entry = read_json(line)
             except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
                 cut = "the file is cut off in the middle of it" if not line.endswith(b"\n") else "it is no JSON"
                 raise ValueError(f"{where}: {cut} ({error})") from None
@@ -55,7 +55,7 @@ def read_tokens(path: Path) -> list[list[int]]:
             continue
         where = f"{path}, line {number}"
         try:
-            entry = json.loads(line)
+            entry = read_json(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: it is no JSON ({error})") from None
         prompt: list[int] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.contract.messages import cut, shown
+from tio_megatron.contract.strict_json import read_json
 
 TYPES: dict[str, str] = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2",
@@ -53,7 +53,7 @@ class SafeFile:
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"{path}: no safetensors file, or cut off: a header of {length} bytes is announced in a file of {size}")
             try:
-                header = json.loads(file.read(length))
+                header = read_json(file.read(length))
                 self.metadata: dict[str, str] = header.pop("__metadata__", {})
                 self.entries = {name: _entry(found, 8 + length, size) for name, found in header.items()}
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.readers.safe_file import TYPES, SafeFile
 from tio_megatron.verify.traces.reader import PASSES, Trace
 from tio_megatron.verify.traces.writer import write_arrays, write_header
@@ -23,7 +24,7 @@ def merge_parts(parts: Sequence[Path], folder: Path) -> None:
     """
     traces = [Trace(part) for part in parts]
     first = traces[0]
-    header = json.loads((parts[0] / "trace.json").read_text())
+    header = read_json((parts[0] / "trace.json").read_text())
     for trace in traces[1:]:
         if trace.lengths != first.lengths or (trace.tokens != first.tokens).any() or trace.shape != first.shape:
             raise ValueError(f"{trace.folder} and {first.folder} are parts of different runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tio_megatron.contract.messages import cut, shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.readers.safe_file import SafeFile
 from tio_megatron.verify.traces.points import SCALED, Point, points
 from tio_megatron.verify.traces.writer import FORMAT, NAME, VERSION
@@ -40,7 +40,7 @@ class Trace:
         self.folder = folder
         path = folder / "trace.json"
         try:
-            header = json.loads(path.read_text())
+            header = read_json(path.read_text())
         except (ValueError, OSError, RecursionError) as error:
             raise ValueError(f"{path}: no header of a trace ({error})") from None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -165,7 +165,7 @@ def open_trace(folder: Path | str) -> Trace | Unfinished:
         if not path.is_file():
             continue
         try:
-            entry = json.loads(path.read_text())
+            entry = read_json(path.read_text())
             found.append({"rank": int(entry["rank"]), "point": str(entry["point"]), "rows": int(entry["rows"]), "most_rows": int(entry["most_rows"])})
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
             raise ValueError(f"{path}: damaged ({cut(str(error))})") from None
