@@ -60,7 +60,9 @@ def test_the_order_of_hosts_changes_no_byte(alone, tmp_path):
     check(found, alone, "4 ranks on 2 hosts", 1)
 
 
-def test_a_network_with_faults_changes_no_byte(alone, tmp_path):
+def test_a_network_with_faults_changes_no_byte(alone, tmp_path, capsys):
+    with capsys.disabled():
+        print(f"\nfaults of the network by {network.who_makes_faults()}: {network.Faults()}")
     found = launched.run(2, tmp_path, ["consistency", "--layouts", LAYOUTS[0], "--expect", alone], faults=network.Faults())
     check(found, alone, "4 ranks on 2 hosts", 1)
 

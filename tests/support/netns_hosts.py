@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -79,6 +80,25 @@ class Host:
         _ip("-n", self.name, "link", "set", "eth0", "up" if up else "down")
 
 
+@functools.cache
+def netem() -> bool:
+    """Whether this kernel makes faults itself (``tc netem``): tried on a namespace's own ``lo``."""
+    if shutil.which("tc") is None:
+        return False
+    name = f"tio-{os.getpid()}-netem"
+    _ip("netns", "add", name)
+    try:
+        words = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+    finally:
+        _ip("netns", "del", name)
+
+
+def who_makes_faults() -> str:
+    """In words, for the output of a test."""
+    return "the kernel's tc netem" if netem() else "our switch in user space (this kernel has no netem)"
+
+
 @contextlib.contextmanager
 def hosts(count: int, faults: Faults | None = None) -> Iterator[list[Host]]:
     """``count`` hosts that reach each other and nothing else; everything on them is ended with them. ``faults``: over a network that has them."""
@@ -91,7 +111,7 @@ def hosts(count: int, faults: Faults | None = None) -> Iterator[list[Host]]:
             host = Host(f"{prefix}-h{number}", f"10.77.0.{number + 1}")
             _ip("netns", "add", host.name)
             made.append(host)
-        if faults is None:
+        if faults is None or netem():
             _bridge(switch, made)
         else:
             bad = _bad_switch(made, faults)
@@ -99,6 +119,8 @@ def hosts(count: int, faults: Faults | None = None) -> Iterator[list[Host]]:
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.name, "link", "set", "eth0", "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
+            if faults is not None and bad is None:
+                _ip("netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", *netem_words(faults))
         yield made
     finally:
         for host in made:
@@ -115,6 +137,16 @@ def _bridge(switch: str, made: Sequence[Host]) -> None:
     for number, host in enumerate(made):
         _ip("-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{number}", "netns", switch)
         _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+
+
+def netem_words(faults: Faults) -> list[str]:
+    """The same faults in the words of ``tc``; netem jitters to both sides of its delay, our switch behind it. A reordered frame goes at once.
+
+    >>> " ".join(netem_words(Faults(delay=0.002, jitter=0.002, loss=0.005, reorder=0.05)))
+    'netem delay 3.000ms 1.000ms loss 0.50% reorder 5.00%'
+    """
+    middle, half = 1000 * (faults.delay + faults.jitter / 2), 500 * faults.jitter
+    return ["netem", "delay", f"{middle:.3f}ms", f"{half:.3f}ms", "loss", f"{100 * faults.loss:.2f}%", "reorder", f"{100 * faults.reorder:.2f}%"]
 
 
 def _bad_switch(made: Sequence[Host], faults: Faults) -> subprocess.Popen[str]:
