@@ -43,6 +43,7 @@ def start_torchrun(argv: list[str]) -> int:
     import logging
     import signal
     import tempfile
+    from datetime import timedelta
 
     from examples.qwen3_moe import ending
 
@@ -73,6 +74,7 @@ def start_torchrun(argv: list[str]) -> int:
             early.check_network()
         else:
             early.check(options.job if job else options, shared=place.many)
+        place, server = place.listen()
         together = place.torchrun(f"qwen3_moe-{os.environ.get('SLURM_JOB_ID') or place.port}")
     except (LibraryError, OSError, ValueError) as problem:
         return ending.refuse(problem)
@@ -85,8 +87,12 @@ def start_torchrun(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    from examples.qwen3_moe.starts import bind_torchruns_stores, store_at
+
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
+    bind_torchruns_stores()
+    store = store_at(place.address, server, timedelta(seconds=place.seconds)) if server is not None else None
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
         if place.many and not place.restarts:
@@ -110,8 +116,8 @@ def start_torchrun(argv: list[str]) -> int:
             waited = f"; waited {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
             cause = problem.__cause__ or problem.__context__ or problem
             why = (str(cause).splitlines() or [type(cause).__name__])[0]
-            here = f"; is {place.address} this host's, and its port {place.port} free?" if place.many and place.rank == 0 else ""
-            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}{here}", 2)
+            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", 2)
+    del store  # held until here
     return 0
 
 

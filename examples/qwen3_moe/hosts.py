@@ -6,11 +6,12 @@ Light to import: this is used before torch is.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import re
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
@@ -32,21 +33,49 @@ class Hosts:
     seconds: int = 600
     restarts: int = 0
 
+    def listen(self) -> tuple[Hosts, socket.socket | None]:
+        """On the first host a port for torchrun's store, which would else listen on every interface; a free one where none is named.
+
+        Returns:
+            The hosts with the port, and the listening socket: on the interface that leads to ``address``, and nowhere else. None on other hosts.
+
+        Raises:
+            ValueError: the port is in use, or ``address`` is one that other hosts cannot reach.
+        """
+        if self.rank:
+            return self, None
+        own = own_address(self.address, self.port)
+        if self.many and ipaddress.ip_address(own).is_loopback and not _is_loopback(self.address):
+            raise ValueError(f"MASTER_ADDR {self.address}: on this host that is {own}, where other hosts cannot reach it (/etc/hosts?); name its address")
+        try:
+            server = socket.create_server((own, self.port), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
+        except OSError as error:
+            raise ValueError(f"MASTER_PORT {self.port}: cannot be listened on at {own} ({error.strerror or error}); name a port that is free there") from error
+        return replace(self, port=int(server.getsockname()[1])), server
+
     @property
     def many(self) -> bool:
         """Whether there is more than one."""
         return self.count > 1
 
     def torchrun(self, run: str) -> list[str]:
-        """Arguments of torchrun that bring the hosts together; ``run`` names the run.
+        """Arguments of torchrun that bring the hosts together, or the ranks of this one; ``run`` names the run.
 
         Raises:
             ValueError: the first host cannot be reached by any interface.
         """
-        again = ["--max-restarts", str(self.restarts)]
-        if not self.many:
-            return ["--standalone", "--local-addr", "127.0.0.1", *again]
-        where = [*again, "--nnodes", str(self.count), "--node-rank", str(self.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}"]
+        where = [
+            "--max-restarts",
+            str(self.restarts),
+            "--nnodes",
+            str(self.count),
+            "--node-rank",
+            str(self.rank),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{self.address}:{self.port}",
+        ]
         # torchrun looks for its own name behind the address, which a host need not find.
         waits = f"is_host={self.rank == 0},join_timeout={self.seconds},read_timeout={self.seconds}"
         return [*where, "--rdzv-conf", waits, "--rdzv-id", run, "--local-addr", own_address(self.address, self.port)]
@@ -119,6 +148,11 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(held[20:24]) == address:
                 return name
     return None
+
+
+def _is_loopback(name: str) -> bool:
+    """Whether somebody has named this host alone, on purpose."""
+    return name in ("localhost", "::1") or name.startswith("127.")
 
 
 def _number(environ: Mapping[str, str], name: str, other: str | None, *, least: int, default: int | None, most: int | None = None) -> int:

@@ -6,15 +6,44 @@ A torchrun counts the restarts that its own host has asked for. Over several hos
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _POLL = 0.02
 _BEGUN = "tio_megatron/begun"
+
+
+def store_at(address: str, server: socket.socket, limit: timedelta) -> Store:
+    """A store that listens at ``server`` alone. Hold it: whoever in this process then makes one for the same port, as torch does, takes part in it."""
+    port = int(server.getsockname()[1])
+    return dist.TCPStore(address, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=server.detach())
+
+
+def bind_torchruns_stores() -> None:
+    """From now on the second store of a torchrun in this process, where the ranks meet, listens at the address that it is named by.
+
+    Replaces ``DynamicRendezvousHandler._create_tcp_store_server`` of torch 2.13, which listens on every interface and has no option for it. The first
+    store, of the rendezvous itself, is :func:`store_at`.
+
+    Raises:
+        RuntimeError: torch has no such method.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    if not hasattr(DynamicRendezvousHandler, "_create_tcp_store_server"):
+        raise RuntimeError(f"torch {torch.__version__}: DynamicRendezvousHandler has no _create_tcp_store_server; 2.13.0 has, and would listen everywhere")
+
+    def listen(self: DynamicRendezvousHandler, master_addr: str, master_port: int) -> Store:
+        family = socket.AF_INET6 if ":" in master_addr else socket.AF_INET
+        return store_at(master_addr, socket.create_server((master_addr, master_port), family=family), timedelta(seconds=300))
+
+    DynamicRendezvousHandler._create_tcp_store_server = listen  # type: ignore[method-assign, assignment]
 
 
 def restarted_by_torchrun() -> bool:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from examples.qwen3_moe import ending, hosts
 from examples.qwen3_moe.pulse import Pulse
-from examples.qwen3_moe.starts import begin, begun, name_of_start
+from examples.qwen3_moe.starts import begin, begun, name_of_start, store_at
 from tio_megatron.checkpoint import CheckpointError
 from tio_megatron.collectives import failure, last_words
 
@@ -150,11 +150,27 @@ def join(limit: timedelta) -> Store:
     """
     choose_interface()
     _find_first()
+    held = _first_listens(limit)
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
     own = dist.PrefixStore(name_of_start(store, rank, size, limit), store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+    del held  # torch's own has taken its place
     return store
+
+
+def _first_listens(limit: timedelta) -> Store | None:
+    """Where no torchrun keeps the store rank 0 does: at the address that was named, and not, as torch would have it, on every interface.
+
+    Raises:
+        ValueError: the address is not this host's, or its port is in use.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not address or not port.isdecimal() or port == "0":
+        return None
+    _, server = hosts.Hosts(address=address, port=int(port)).listen()
+    assert server is not None
+    return store_at(address, server, limit)
 
 
 def _find_first() -> None:

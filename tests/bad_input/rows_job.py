@@ -125,6 +125,6 @@ ROWS = [
     Row(START, "NPROC_PER_NODE=none", "NPROC_PER_NODE must be the number of ranks to start, got 'none'", started(NPROC_PER_NODE="none")),
     Row(START, "MASTER_PORT=99999", "MASTER_PORT must be a whole number from 1 to 65535, got '99999'", started(**HOSTS | {"MASTER_PORT": "99999"})),
     Row(START, "NODE_RANK=5 of two hosts", "NODE_RANK 5: with NNODES 2 hosts are numbered 0 to 1", started(**HOSTS | {"NODE_RANK": "5"})),
-    Row(START, "a port that another program has", "torchrun cannot bring the ranks together over 127.0.0.1", port_in_use),
+    Row(START, "a port that another program has", "cannot be listened on at 127.0.0.1 (Address already in use); name a port that is free there", port_in_use),
     Row(START, "a port where nobody listens", "torchrun cannot bring the ranks together over 127.0.0.1", closed_port),
 ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 
 import netns_hosts as network
 import pytest
-from launched import JOB, environment, free_port, run
+from launched import JOB, environment, free_port, run, start
 from loud import skip_outside_ci
+
+from examples.qwen3_moe import hosts as job_hosts
 
 QUICK = ("--quick", "--pretrain-steps", "2", "--no-control", "--rounds", "1", "--trainers", "tp1", "--rollouts", "tp1", "--max-new-tokens", "4")
 LACKING = network.missing()
@@ -27,6 +30,39 @@ def test_two_hosts_train_and_agree_with_the_rollout(tmp_path):
     assert len(said) == 1 and said[0].startswith("logdiff 0 in 2 of 2 pairs"), found
     pairs = json.loads((tmp_path / "out" / "qwen3_moe" / "report.json").read_text())["pairs"]
     assert {pair["nonzero"] for pair in pairs} == {0}
+
+
+def listeners(host: network.Host) -> set[str]:
+    """The addresses at which something on the host listens, IPv4 in its usual form."""
+    words = ["ip", "netns", "exec", host.name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    rows = [line.split() for line in subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()]
+    held = {row[1].partition(":")[0] for row in rows if len(row) > 3 and row[3] == "0A"}
+    return {".".join(str(byte) for byte in bytes.fromhex(address)[::-1]) if len(address) == 8 else address for address in held}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_listens_but_where_it_was_named(tmp_path, count):
+    """Ranks on one host meet on its loopback, over several at the address of MASTER_ADDR; torch alone would listen on every interface."""
+    with network.hosts(count) as made:
+        processes = start(made, tmp_path, ["consistency", "--soak", "2", "--layouts", "dp2"])
+        found: dict[str, set[str]] = {host.name: set() for host in made}
+        while any(process.poll() is None for process in processes):
+            for host in made:
+                found[host.name] |= listeners(host)
+            time.sleep(0.05)
+        ended = [process.communicate() for process in processes]
+        assert [process.returncode for process in processes] == [0] * count, ended
+        wanted = [{"127.0.0.1"}] if count == 1 else [{"127.0.0.1", host.address} for host in made]
+        for host, allowed in zip(made, wanted, strict=True):
+            assert found[host.name] and found[host.name] <= allowed, found
+        assert count == 1 or made[0].address in found[made[0].name], found
+
+
+def test_a_name_of_the_first_host_that_is_its_loopback_is_refused(monkeypatch):
+    """Debian's /etc/hosts gives a host's own name 127.0.1.1: the others would meet nobody there."""
+    monkeypatch.setattr(job_hosts, "own_address", lambda there, port: "127.0.1.1")
+    with pytest.raises(ValueError, match="MASTER_ADDR gpu1: on this host that is 127.0.1.1, where other hosts cannot reach it"):
+        job_hosts.Hosts(2, 0, "gpu1", 2000).listen()
 
 
 def test_a_host_that_never_comes_is_said(tmp_path):
