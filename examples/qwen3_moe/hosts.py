@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -50,7 +51,9 @@ class Hosts:
         try:
             server = socket.create_server((own, self.port), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
         except OSError as error:
-            raise ValueError(f"MASTER_PORT {self.port}: cannot be listened on at {own} ({error.strerror or error}); name a port that is free there") from error
+            raise ValueError(
+                f"MASTER_PORT {self.port}: cannot be listened on at {own} ({os.strerror(error.errno or 0)}); name a port that is free there"
+            ) from error
         return replace(self, port=int(server.getsockname()[1])), server
 
     @property
