@@ -43,22 +43,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale
     """
     if npu_family.route() != "vendor":
         return _flash(q, k, v, cu_q, cu_k, scale)
-    ends_q, ends_k = _ends("attention", q, k, cu_q, cu_k)
-    mask = masks.causal(q.device)
-    check_training(q, k, v, q.shape[1], LAYOUT, atten_mask=mask, sparse_mode=masks.CAUSAL, actual_seq_qlen=ends_q, actual_seq_kvlen=ends_k)
-    o, top, total, *_ = find("npu_fusion_attention")(
-        q,
-        k,
-        v,
-        q.shape[1],
-        LAYOUT,
-        atten_mask=mask,
-        scale=scale,
-        actual_seq_qlen=ends_q,
-        actual_seq_kvlen=ends_k,
-        sparse_mode=masks.CAUSAL,
-        softmax_layout=LAYOUT,  # else the statistics lie heads first in memory, under a shape that says tokens first
-    )
+    seen = _seen("attention", q, k, v, cu_q, cu_k)
+    # Without softmax_layout the statistics lie heads first in memory, under a shape that says tokens first.
+    o, top, total, *_ = find("npu_fusion_attention")(q, k, v, q.shape[1], LAYOUT, scale=scale, softmax_layout=LAYOUT, **seen)
     return o, top[..., 0] + total[..., 0].log()
 
 
@@ -75,9 +62,7 @@ def attention_backward(
     """
     if npu_family.route() != "vendor":
         return _flash_backward(do, q, k, v, o, lse, cu_q, cu_k, scale)
-    ends_q, ends_k = _ends("attention_backward", q, k, cu_q, cu_k)
-    mask = masks.causal(q.device)
-    check_training(q, k, v, q.shape[1], LAYOUT, atten_mask=mask, sparse_mode=masks.CAUSAL, actual_seq_qlen=ends_q, actual_seq_kvlen=ends_k)
+    seen = _seen("attention_backward", q, k, v, cu_q, cu_k)
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     dq, dk, dv, *_ = find("npu_fusion_attention_grad")(
         q,
@@ -86,15 +71,12 @@ def attention_backward(
         do,
         q.shape[1],
         LAYOUT,
-        atten_mask=mask,
         softmax_max=top,
         softmax_sum=torch.ones_like(top),
         attention_in=o,
         scale_value=scale,
-        actual_seq_qlen=ends_q,
-        actual_seq_kvlen=ends_k,
-        sparse_mode=masks.CAUSAL,
         softmax_layout=LAYOUT,
+        **seen,
     )
     return dq, dk, dv
 
@@ -205,23 +187,28 @@ def _ends(what: str, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[
     return tuple(queries.ends[i] for i in kept), tuple(keys.ends[i] for i in kept)
 
 
+def _seen(what: str, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> dict[str, Any]:
+    """Which keys each query sees, as arguments of the vendor's training operator, for which they and the operands have been checked."""
+    ends_q, ends_k = _ends(what, q, k, cu_q, cu_k)
+    seen: dict[str, Any] = {"atten_mask": masks.causal(q.device), "sparse_mode": masks.CAUSAL, "actual_seq_qlen": ends_q, "actual_seq_kvlen": ends_k}
+    check_training(q, k, v, q.shape[1], LAYOUT, **seen)
+    return seen
+
+
+def _laid(what: str, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> dict[str, Any]:
+    """The same for flash-attention-npu. Its own limits are not published; what the vendor's operator forbids in the same call is asked of it too."""
+    seen = _seen(what, q, k, v, cu_q, cu_k)
+    return {
+        "cu_seqlens_q": on_device(cu_q, q.device),
+        "cu_seqlens_k": on_device(cu_k, q.device),
+        "max_seqlen_q": max(lengths_of(seen["actual_seq_qlen"])),
+        "max_seqlen_k": max(lengths_of(seen["actual_seq_kvlen"])),
+    }
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    ends_q, ends_k = _ends("attention", q, k, cu_q, cu_k)
-    # Its own limits are not published; what the vendor's operator forbids in the same call is asked of it too.
-    mask = masks.causal(q.device)
-    check_training(q, k, v, q.shape[1], LAYOUT, atten_mask=mask, sparse_mode=masks.CAUSAL, actual_seq_qlen=ends_q, actual_seq_kvlen=ends_k)
-    o, lse, *_ = find("_flash_attn_forward", FLASH)(
-        q,
-        k,
-        v,
-        cu_seqlens_q=on_device(cu_q, q.device),
-        cu_seqlens_k=on_device(cu_k, q.device),
-        max_seqlen_q=max(lengths_of(ends_q)),
-        max_seqlen_k=max(lengths_of(ends_k)),
-        softmax_scale=scale,
-        causal=True,
-        num_splits=1,
-    )
+    laid = _laid("attention", q, k, v, cu_q, cu_k)
+    o, lse, *_ = find("_flash_attn_forward", FLASH)(q, k, v, softmax_scale=scale, causal=True, num_splits=1, **laid)
     return o, lse.t().contiguous()
 
 
@@ -248,7 +235,7 @@ def _flash_paged(
 def _flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ends_q, ends_k = _ends("attention_backward", q, k, cu_q, cu_k)
+    laid = _laid("attention_backward", q, k, v, cu_q, cu_k)
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     find("_flash_attn_backward", FLASH)(
         do,
@@ -257,16 +244,13 @@ def _flash_backward(
         v,
         o,
         lse.t().contiguous(),
-        cu_seqlens_q=on_device(cu_q, q.device),
-        cu_seqlens_k=on_device(cu_k, q.device),
-        max_seqlen_q=max(lengths_of(ends_q)),
-        max_seqlen_k=max(lengths_of(ends_k)),
         dq=dq,
         dk=dk,
         dv=dv,
         softmax_scale=scale,
         is_causal=True,
         deterministic=True,
+        **laid,
     )
     return dq, dk, dv
 
