@@ -66,7 +66,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-triton test-ascend verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -92,6 +92,9 @@ test: setup  ## the tests that CI runs
 
 test-full: setup  ## all tests, the slow ones too
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-multinode: setup  ## every test over several hosts, the slow ones too: network namespaces on this machine (root, iproute2)
+	@$(BIN)/python -m pytest tests/multinode $(ARGS)
 
 test-triton: setup  ## the Triton kernels alone: interpreted, and compiled for sm_90 beside tests/golden/triton_sm90.txt (no GPU)
 	@$(BIN)/python -m pytest tests/kernels/test_triton.py $(ARGS)

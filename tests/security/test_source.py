@@ -21,7 +21,7 @@ ALLOWED = {
 }
 """What would be refused, with the reason why it stands."""
 
-EXCHANGE = ("tio_megatron/integrations/", "tio_megatron/verify/ascend/", "examples/")
+EXCHANGE = ("tio_megatron/integrations/", "tio_megatron/verify/ascend/", "examples/", "benchmarks/main_job.py")
 """Where ranks of one run may exchange plain values by torch's own means, which pickle; SECURITY.md says that ranks trust each other."""
 
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
@@ -55,14 +55,26 @@ def name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def unaliased(tree: ast.AST) -> ast.AST:
+    """The tree with ``import a.b as c`` taken out of its names: ``c.d`` becomes ``a.b.d``."""
+    found = {alias.asname: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names if alias.asname}
+
+    class Named(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  (the name that ast gives it)
+            return ast.copy_location(ast.parse(found[node.id], mode="eval").body, node) if node.id in found else node
+
+    return Named().visit(tree)
+
+
 def faults(tree: ast.AST) -> Iterator[str]:
     """Everything in a module that could run what a file or a message says."""
-    for node in ast.walk(tree):
+    for node in ast.walk(unaliased(tree)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (f"import {module}" for module in modules if module.split(".")[0] in MODULES)
         if isinstance(node, ast.ImportFrom):  # under its own name nobody would see what is called
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            whole |= {item for item in UNSAFE | SHELLS | TEMPORARY if f"{node.module}.*" in whole and item.rpartition(".")[0] == node.module}
             yield from (f"from {item.rpartition('.')[0]} import {item.rpartition('.')[2]}" for item in sorted(whole & (UNSAFE | SHELLS | TEMPORARY)))
         if isinstance(node, ast.Attribute) and name(node) in UNSAFE - {"torch.load", "yaml.load"}:
             yield name(node)
@@ -134,6 +146,12 @@ CONTROLS = {
     "from cloudpickle import dumps": "import cloudpickle",
     "from os import system": "from os import system",
     "from torch import load": "from torch import load",
+    "from os import *": "from os import system",
+    "import os as o; o.system(x)": "os.system",
+    "import torch as t; t.load(f)": "torch.load without",
+    "import subprocess as s; s.run('ls ' + x)": "no list of words",
+    "import numpy as n; n.load(f)": "np.load without",
+    "import pickle as p": "import pickle",
     "from subprocess import getoutput as ask": "from subprocess import getoutput",
     "asyncio.create_subprocess_shell(x)": "create_subprocess_shell",
     "subprocess.run('ls {}'.format(x))": "which is no list of words",
