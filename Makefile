@@ -35,6 +35,10 @@ ASCEND      := $(VENV)-ascend
 ASCEND_DONE := $(ASCEND)/.tio-$(call hash,cat tests/npu/requirements.txt tests/npu/stub.py; echo $(CURDIR))
 VERL        := $(VENV)-verl
 VERL_DONE   := $(VERL)/.tio-$(call hash,cat $(LOCK) tests/verl/requirements.txt tests/verl/vllm_name.py; echo $(BUILT_FROM) $(CURDIR))
+DEEPSPEED      := $(VENV)-deepspeed
+DEEPSPEED_NEED := tests/integrations/deepspeed/requirements.txt
+DEEPSPEED_DONE := $(DEEPSPEED)/.tio-$(call hash,cat $(LOCK) $(DEEPSPEED_NEED); echo $(CURDIR))
+IN_DEEPSPEED    = env PATH="$(abspath $(DEEPSPEED))/bin:$$PATH" DS_ACCELERATOR=cpu MEGATRON_CORE="$(abspath $(DEEPSPEED))/megatron" OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)"
 # torch_npu's own start-up is off: it would run, and fail, in every import of torch
 IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 ASCEND_WHEEL=1 PYTHONPATH="$(CURDIR)"
 
@@ -66,7 +70,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -102,6 +106,10 @@ test-triton: setup  ## the Triton kernels alone: interpreted, and compiled for s
 test-ascend: $(ASCEND_DONE)  ## NPU calls against torch_npu's wheel, and our kernels through triton-ascend, without an NPU, in an environment of their own (.venv-ascend)
 	@$(IN_ASCEND) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_ASCEND) python -m tio_megatron.kernels.build
 	$(IN_ASCEND) python -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning tests/npu $(ARGS)
+
+test-deepspeed: $(DEEPSPEED_DONE)  ## DeepSpeed 0.19.8 on its CPU accelerator under the contract, in an environment of its own (.venv-deepspeed); about 5 minutes
+	@$(IN_DEEPSPEED) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_DEEPSPEED) python -m tio_megatron.kernels.build
+	$(IN_DEEPSPEED) python -m pytest tests/integrations/deepspeed $(ARGS)
 
 verl: $(VERL_DONE)  ## GRPO in stock verl on this CPU, its metrics at 0, in an environment of its own (.venv-verl; into out/verl)
 	@PYTHON='$(abspath $(VERL)/bin)/python' bash launch/qwen3_moe_verl.sh out/verl $(ARGS)
@@ -182,6 +190,26 @@ $(ASCEND_DONE):
 	touch '$@'
 	rm -f $(ASCEND)/.tio-unfinished
 
+$(DEEPSPEED_DONE):
+	@$(HELPERS)
+	need
+	if [ -d $(DEEPSPEED) ] && ! ls $(DEEPSPEED)/.tio-* >/dev/null 2>&1; then die "'$(DEEPSPEED)' was not made by this Makefile: move it away"; fi
+	mkdir -p $(DEEPSPEED)
+	touch $(DEEPSPEED)/.tio-unfinished
+	need_disk $(DEEPSPEED)
+	find $(DEEPSPEED) -mindepth 1 -maxdepth 1 ! -name '.tio-unfinished' -exec rm -rf {} +
+	mkdir -p "$(WHEELS)"
+	$(PYTHON) -m venv $(DEEPSPEED)
+	say "installing torch and DeepSpeed into $(DEEPSPEED), a minute or three"
+	into() { $(DEEPSPEED)/bin/python -m pip install -q --disable-pip-version-check --find-links "$(WHEELS)" "$$@"; }
+	into --constraint $(LOCK) "$$(grep -E '^torch==' $(LOCK))"
+	grep -v '^deepspeed==' $(DEEPSPEED_NEED) > $(DEEPSPEED)/needs.txt
+	into --no-deps -r $(DEEPSPEED)/needs.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu into --no-deps --no-build-isolation "$$(grep -E '^deepspeed==' $(DEEPSPEED_NEED))"
+	into --no-deps --target $(DEEPSPEED)/megatron "$$(grep -E '^megatron-core==' $(LOCK))"
+	touch '$@'
+	rm -f $(DEEPSPEED)/.tio-unfinished
+
 $(VERL_DONE):
 	@$(HELPERS)
 	need
@@ -208,7 +236,7 @@ clean:  ## remove what was built and measured; .venv and the wheels stay
 distclean: clean  ## remove .venv too; the wheels stay
 	@$(HELPERS)
 	if [ -d $(STAMPS) ]; then empty; rm -rf $(VENV); fi
-	for made in $(ASCEND) $(DOCS); do if ls $$made/.tio-* >/dev/null 2>&1; then rm -rf $$made; fi; done
+	for made in $(ASCEND) $(DEEPSPEED) $(DOCS); do if ls $$made/.tio-* >/dev/null 2>&1; then rm -rf $$made; fi; done
 
 $(ENV_DONE):
 	@$(HELPERS)

@@ -50,6 +50,10 @@ class LatePatches:
         """One line for each patch that went in and is not in force any more."""
         return [line for installed in self._installed for line in installed.problems()]
 
+    def foreign(self) -> dict[str, str]:
+        """Symbols that held somebody else's code before ours, and whose."""
+        return {symbol: other for installed in self._installed for symbol, other in installed.foreign().items()}
+
     def waits_for(self, module: str) -> bool:
         """Whether patches go into ``module`` when it is imported."""
         return module in self._waiting

@@ -22,6 +22,7 @@ def column_parallel(
     *,
     group: Group = None,
     sequence_parallel: bool = False,
+    leaves: int = 1,
     dgrad_leaves: int = 1,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -34,6 +35,7 @@ def column_parallel(
         weight: ``[N / P, K]``, this rank's rows, same dtype.
         group: the ranks that hold the other rows.
         sequence_parallel: gather ``x`` first, scatter its gradient.
+        leaves: leaves of the input axis; above 1 where another layout may cut that axis of the same weight.
         dgrad_leaves: leaves of the output axis that this rank holds, for the input gradient.
         gated: the rows are ``[gate; up]``; leaf ``j`` of the input gradient is gate leaf ``j`` followed by up leaf ``j``.
         out_dtype: defaults to the dtype of ``x``.
@@ -45,11 +47,18 @@ def column_parallel(
     Raises:
         ValueError: from the kernel, for shapes or dtypes that do not fit.
     """
-    return _Column.apply(x, weight, group, sequence_parallel, dgrad_leaves, gated, out_dtype or x.dtype, batch)
+    return _Column.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, gated, out_dtype or x.dtype, batch)
 
 
 def row_parallel(
-    x: torch.Tensor, weight: torch.Tensor, *, leaves: int, group: Group = None, sequence_parallel: bool = False, batch: MicroBatch | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    leaves: int,
+    dgrad_leaves: int = 1,
+    group: Group = None,
+    sequence_parallel: bool = False,
+    batch: MicroBatch | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T`` with the inputs cut over ``group``; differentiable. The tree over all leaves of all ranks, then one rounding.
 
@@ -57,6 +66,7 @@ def row_parallel(
         x: ``[S, ..., K / P]`` bf16 or fp32, this rank's inputs.
         weight: ``[N, K / P]``, this rank's columns, same dtype.
         leaves: leaves of the input axis that this rank holds.
+        dgrad_leaves: leaves of the output axis, for the input gradient; above 1 where another layout may cut that axis of the same weight.
         group: the ranks that hold the other columns.
         sequence_parallel: keep only this rank's slice of dimension 0.
         batch: as in :func:`column_parallel`.
@@ -67,7 +77,7 @@ def row_parallel(
     Raises:
         ValueError: from the kernel, for shapes or dtypes that do not fit.
     """
-    return _Row.apply(x, weight, group, sequence_parallel, leaves, batch)
+    return _Row.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, batch)
 
 
 def partial_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
@@ -109,13 +119,14 @@ class _Column(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         leaves: int,
+        dgrad_leaves: int,
         gated: bool,
         out_dtype: torch.dtype,
         batch: MicroBatch | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated, ctx.batch = group, sequence_parallel, leaves, gated, batch
-        return kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=1, out_dtype=out_dtype)
+        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated, ctx.batch = group, sequence_parallel, dgrad_leaves, gated, batch
+        return kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=leaves, out_dtype=out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -127,14 +138,23 @@ class _Column(torch.autograd.Function):
             dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
             dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel), ctx.batch)
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool, leaves: int, batch: MicroBatch | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        leaves: int,
+        dgrad_leaves: int,
+        batch: MicroBatch | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.batch = group, sequence_parallel, batch
+        ctx.group, ctx.sequence_parallel, ctx.dgrad_leaves, ctx.batch = group, sequence_parallel, dgrad_leaves, batch
         partial = kernel.linear(x, weight, leaves=leaves, out_dtype=partial_dtype(group, x.dtype))
         return reduce_partial(partial, group, sequence_parallel, x.dtype)
 
@@ -144,7 +164,7 @@ class _Row(torch.autograd.Function):
         dy = gathered(dy, ctx.group, ctx.sequence_parallel)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), out_dtype=x.dtype).view(x.shape)
+            dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), leaves=ctx.dgrad_leaves, out_dtype=x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             dw = weight_grad(weight, dy, x, ctx.batch)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""``tio_megatron.apply`` and ``tio_megatron.undo``: puts a contract in force in stock megatron-core."""
+"""``tio_megatron.apply`` and ``tio_megatron.undo``: puts a contract in force in stock megatron-core, and in DeepSpeed when somebody imports it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
 from tio_megatron.integrations import devices, mindspeed, strangers
+from tio_megatron.integrations.deepspeed.patches import deepspeed_patches
+from tio_megatron.integrations.deepspeed.versions import present as deepspeed_present
 from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import state, versions
 from tio_megatron.integrations.megatron_lm.patches import training_patches
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _installed: Installed | ThroughMindSpeed | None = None
 _training: LatePatches | None = None
-"""What waits for Megatron-LM's own scripts, or is in force in them."""
+"""What waits for Megatron-LM's own scripts and for DeepSpeed, or is in force in them."""
 
 
 class Applied:
@@ -51,7 +53,9 @@ class Applied:
 
 
 def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, vocab_size: int | None = None) -> Applied:
-    """Make megatron-core in this process obey ``contract``. Build models after this call.
+    """Make megatron-core in this process obey ``contract``, and DeepSpeed as soon as it is imported. Build models after this call.
+
+    Either package may be missing.
 
     Args:
         contract: anything that :func:`tio_megatron.contract.environment.read` reads; ``None`` for the default contract.
@@ -63,7 +67,8 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
 
     Raises:
         ValueError: another contract is in force already, the contract is not valid, or its kernel family cannot be had here.
-        ImportError: torch or megatron-core has a version that is not supported (those that are, are named), or a symbol has moved.
+        ImportError: torch, megatron-core or DeepSpeed has a version that is not supported (those that are, are named), or a symbol has moved; or neither
+            of the two is installed.
     """
     session = _setting(contract, vocab_size)
     current = state.session()
@@ -77,14 +82,15 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     warning = strangers.apex_warning()
     if warning is not None:
         logger.warning(warning)
-    versions.check()
+    versions.check(needed=not deepspeed_present())
     devices.load(session.contract.family)
-    from tio_megatron.integrations.megatron.grad_sums import IntegerSums
-
     _install()
     # verl imports us first. MindSpeed must find stock symbols, and ours lie on top of its own.
     late.watch(before=_remove, after=_install)
-    grads.use(IntegerSums())
+    if versions.present():
+        from tio_megatron.integrations.megatron.grad_sums import IntegerSums
+
+        grads.use(IntegerSums())
     state.enter(session)
     if not mindspeed.present():  # its manager lets both have the symbol
         _tell_of_others()
@@ -92,7 +98,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
 
 
 def undo() -> None:
-    """Restore every symbol of megatron-core. Harmless when nothing is applied.
+    """Restore every symbol of megatron-core and DeepSpeed. Harmless when nothing is applied.
 
     Raises:
         RuntimeError: somebody replaced one of our symbols after us.
@@ -100,9 +106,10 @@ def undo() -> None:
     _remove()
     late.leave()
     grads.use(grads.ToAutograd())
-    from tio_megatron.integrations.megatron import micro_batches
+    if versions.present():
+        from tio_megatron.integrations.megatron import micro_batches
 
-    micro_batches.leave()
+        micro_batches.leave()
     state.leave()
 
 
@@ -123,7 +130,7 @@ def patched() -> dict[str, Any]:
     symbols = sorted([*_installed.targets, *(_training.targets if _training is not None else ())])
     if isinstance(_installed, ThroughMindSpeed):
         return {"through": "MindSpeed's patch manager", "symbols": symbols, "shared": _installed.shared()}
-    return {"through": "tio_megatron", "symbols": symbols, "shared": _installed.foreign()}
+    return {"through": "tio_megatron", "symbols": symbols, "shared": _installed.foreign() | (_training.foreign() if _training is not None else {})}
 
 
 def _tell_of_others() -> None:
@@ -140,17 +147,21 @@ def _tell_of_others() -> None:
 
 def _install() -> None:
     global _installed, _training
-    # The classes that models are built of, too: they are subclasses of stock's, which MindSpeed may replace later.
-    from tio_megatron.integrations.megatron import build  # noqa: F401
-    from tio_megatron.integrations.megatron.patches import all_patches
-
-    _training = LatePatches(training_patches())
+    _training = LatePatches([*training_patches(), *deepspeed_patches()])
     try:
-        _installed = install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
+        _installed = _into_megatron() if versions.present() else Installed()
     except BaseException:
         _training.undo()
         _training = None
         raise
+
+
+def _into_megatron() -> Installed | ThroughMindSpeed:
+    # The classes that models are built of, too: they are subclasses of stock's, which MindSpeed may replace later.
+    from tio_megatron.integrations.megatron import build  # noqa: F401
+    from tio_megatron.integrations.megatron.patches import all_patches
+
+    return install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
 
 
 def _remove() -> None:

@@ -22,6 +22,7 @@ from tio_megatron.integrations.megatron.grad_refusals import Seen, refuse_bad_st
 from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
 from tio_megatron.layers import grads
 from tio_megatron.layers.grains import Grains
+from tio_megatron.layers.integer_sums import add_over as _add_over
 
 
 @dataclass
@@ -210,13 +211,7 @@ def sums_of(model: Iterable[Any]) -> Iterator[BufferSums]:
 
 def add_over(parameters: Sequence[ParameterSum], group: Any, *, second: bool = False) -> None:
     """Adds the integers of these parameters over ``group``."""
-    if group is None or group.size() == 1 or not parameters:
-        return
-    parts = [p.sums.high if second else p.sums.low for p in parameters]
-    joined = torch.cat([part.reshape(-1) for part in parts])
-    dist.all_reduce(joined, group=group)
-    for part, found in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
-        part.copy_(found.view(part.shape))
+    _add_over([p.sums.high if second else p.sums.low for p in parameters], group)
 
 
 def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> None:

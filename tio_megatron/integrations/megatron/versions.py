@@ -110,18 +110,31 @@ def release() -> Release:
     Raises:
         ImportError: megatron-core is missing, or of a version that has no row; names those that have one.
     """
-    return RELEASES[_installed("megatron-core", tuple(RELEASES))]
+    return RELEASES[installed("megatron-core", tuple(RELEASES))]
 
 
-def check() -> None:
+def check(needed: bool = True) -> None:
     """Refuse a version of torch or megatron-core that was not tested.
+
+    Args:
+        needed: refuse too when megatron-core is missing.
 
     Raises:
         ImportError: names what is installed and what is supported.
     """
-    _installed("torch", (TORCH,))
-    _installed("megatron-core", tuple(RELEASES))
+    installed("torch", (TORCH,))
+    if needed or present():
+        installed("megatron-core", tuple(RELEASES))
     release.cache_clear()
+
+
+def present() -> bool:
+    """Whether megatron-core is installed, of whatever version."""
+    try:
+        importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def require_training(what: str) -> None:
@@ -134,7 +147,12 @@ def require_training(what: str) -> None:
         raise ValueError(f"{what} under a contract is not supported with megatron-core {release().version}, which only scores; megatron-core {FULL} would work")
 
 
-def _installed(package: str, supported: tuple[str, ...]) -> str:
+def installed(package: str, supported: tuple[str, ...]) -> str:
+    """The version of ``package``, without what follows a ``+``.
+
+    Raises:
+        ImportError: it is missing, or none of ``supported``.
+    """
     words = ", ".join(supported)
     try:
         version = importlib.metadata.version(package)

@@ -29,7 +29,7 @@ def this_worker() -> dict[str, Any]:
         contract="none" if session is None else session.contract.fingerprint(version),
         kernels=version,
         vocab_size=None if session is None else session.vocab_size,
-        symbols=how["symbols"],
+        symbols=[name for name in how["symbols"] if not name.startswith("deepspeed.")],
         problems=[f"{line}; {_WORKS}" for line in problems()],
         through=str(how["through"]),
         shared=how["shared"],

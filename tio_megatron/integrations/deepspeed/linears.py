@@ -1,0 +1,145 @@
+"""Linears of a model that DeepSpeed runs: AutoTP's row and column layers, and those that nobody has cut.
+
+Which axis AutoTP cuts is decided by names and configuration, and where there is one rank it cuts none. An order that asked which would depend on the
+layout, so here every linear has leaves on both axes: ``cuts.attn_row`` or ``cuts.mlp_row``, the larger, on its inputs and ``cuts.col_dgrad`` on its
+outputs. An axis that does not divide has one leaf, and may not be cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import Setting
+from tio_megatron.integrations.deepspeed.state import refuse_run
+from tio_megatron.integrations.deepspeed.sums import sum_of
+from tio_megatron.kernels.linear import matmul
+from tio_megatron.layers.linear import column_parallel, row_parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """Of this rank's part of a weight ``[outputs, inputs]``, and the setting that they come from."""
+
+    outputs: int
+    inputs: int
+    setting: Setting
+
+
+def leaves_of(contract: Contract, axis: str, length: int, parts: int, where: str) -> int:
+    """Leaves held by each of ``parts`` equal shards; an axis that does not divide has one, as long as nobody cuts it.
+
+    Raises:
+        ValueError: the cut does not fall on leaves; says what would work.
+
+    >>> leaves_of(Contract(), "mlp_row", 64, 2, "down"), leaves_of(Contract(), "mlp_row", 65, 1, "down")
+    (4, 1)
+    """
+    if parts == 1 and length % getattr(contract.cuts, axis):
+        return 1
+    return contract.leaves_of(axis, length, parts, where)
+
+
+def leaves_for(contract: Contract, setting: Setting, outputs: int, inputs: int, parts: tuple[int, int], where: str) -> Leaves:
+    """Of a weight ``[outputs, inputs]`` cut in ``parts`` (outputs, inputs).
+
+    Raises:
+        ValueError: see :func:`leaves_of`.
+    """
+    row = "attn_row" if contract.cuts.attn_row > contract.cuts.mlp_row else "mlp_row"
+    return Leaves(leaves_of(contract, "col_dgrad", outputs, parts[0], f"{where} (input gradient)"), leaves_of(contract, row, inputs, parts[1], where), setting)
+
+
+class OrderedLinear(nn.Linear):
+    """``nn.Linear`` with the contract's products; a module gets this class where it lies, so its parameters and their names stay."""
+
+    tio_leaves: Leaves
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (stock's name)
+        """``input`` [..., K] -> [..., N], bf16 or fp32 like the weight."""
+        refuse_run(self.tio_leaves.setting)
+        out = column_parallel(input, self.weight, leaves=self.tio_leaves.inputs, dgrad_leaves=self.tio_leaves.outputs)
+        return with_bias(out, self.bias)
+
+
+def column_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``LinearLayer.forward``: the input gradient by the tree over ranks. ``tp_overlap_comm`` changes nothing: there is nothing to overlap."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        leaves = getattr(self, "tio_leaves", None)
+        if leaves is None:
+            return original(self, input)
+        refuse_run(leaves.setting)
+        out = column_parallel(input, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs)
+        out = with_bias(out, self.bias)
+        if self.gather_output:
+            from deepspeed.module_inject.layers import GatherFromTensorParallelRegion
+
+            out = GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
+        return out
+
+    return forward
+
+
+def row_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``LinearAllreduce.forward``: the sum over inputs by the tree over leaves and ranks, one rounding."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        leaves = getattr(self, "tio_leaves", None)
+        if leaves is None:
+            return original(self, input)
+        refuse_run(leaves.setting)
+        return with_bias(row_parallel(input, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs), self.bias)
+
+    return forward
+
+
+def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``LmHeadLinearAllreduce.forward`` (inference): this rank's columns of the whole input, then as a row layer."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        leaves = getattr(self, "tio_leaves", None)
+        if leaves is None:
+            return original(self, input)
+        refuse_run(leaves.setting)
+        mine = input.split(list(self._partition_sizes), dim=-1)[self.tp_index]
+        return with_bias(row_parallel(mine, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs), self.bias)
+
+    return forward
+
+
+def with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """``out`` [..., N] plus ``bias`` [N], one rounding; its gradient is the fp32 sum over rows, ascending, whatever N is here."""
+    if bias is None:
+        return out
+    added: Tensor = _AddBias.apply(out, bias)
+    return added
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return out + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (bias,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return dy, None
+        rows = dy.reshape(-1, dy.shape[-1])
+        total = matmul(rows.t(), torch.ones(1, len(rows), dtype=rows.dtype, device=rows.device)).view(-1)
+        kept = sum_of(bias)
+        if kept is None:
+            return dy, total.to(bias.dtype)
+        kept.add(total)
+        return dy, None

@@ -1,0 +1,240 @@
+"""Gradients as exact integer sums over micro-batches: where a parameter's partials are kept, how ranks join them, when they become fp32.
+
+DeepSpeed knows no samples or positions, only micro-batches: a loss is a mean over one, and whatever a module does with its rows is done with those
+of one. So the unit of a sum is the micro-batch: each gives one fp32 partial of every parameter (an expert's: one for each micro-batch that sent it
+rows), partials are added as integers, and the sum is divided once, by the number of micro-batches in the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tio_megatron.contract.grid import MEANS, Grid
+from tio_megatron.integrations.megatron.grad_refusals import BadGradient
+from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
+from tio_megatron.layers import grads
+from tio_megatron.layers.grains import Grains, rank
+from tio_megatron.layers.integer_sums import add_over
+
+GRID: Grid = MEANS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who shares a parameter's sum.
+
+    ``micro_batches``: the ranks that saw other micro-batches and hold the same elements. ``shards``: those that hold other elements of the same
+    tensor; ``None`` where this rank holds all of them. ``copied``: a rank before this one in tensor parallelism has the same, from the same
+    micro-batches.
+    """
+
+    micro_batches: Any
+    shards: Any = None
+    copied: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank, of all that hold these elements, counts them in the norm."""
+        return not self.copied and rank(self.micro_batches) == 0
+
+
+class ParameterSum:
+    """The sum of one parameter and what it has to remember between steps.
+
+    ``largest`` is the largest partial assumed for the next step (``R`` of the contract). ``partials`` counts those that this rank added.
+    """
+
+    def __init__(self, name: str, parameter: Tensor, place: Place) -> None:
+        """``parameter`` of any shape, on this rank."""
+        self.name, self.parameter, self.place = name, parameter, place
+        self.largest = 0.0
+        shape = tuple(parameter.shape) if parameter.dim() == 2 else (1, parameter.numel())
+        device = parameter.device
+        low, high = torch.zeros(shape, dtype=torch.int64, device=device), untouched_zeros(shape, device=device)
+        self.sums = IntegerSum(low, high, torch.zeros(1, device=device), GRID.unit(0.0), GRID.split_of(0.0))
+        self.partials = 0
+
+    @property
+    def uses_second(self) -> bool:
+        """Whether any partial (of any rank, once the peaks are agreed on) went to the second integer."""
+        return GRID.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
+
+    def add(self, partial: Tensor) -> None:
+        """One partial, of the parameter's shape; fp32 or bf16."""
+        rows = partial.reshape(self.sums.low.shape)
+        add_rows(self.sums, rows.contiguous(), torch.arange(len(rows), device=rows.device))
+        self.partials += 1
+
+    def finish(self, divisor: int) -> Tensor:
+        """The sum over ``divisor`` as fp32, of the parameter's shape; the integers are empty afterwards, on the next step's grid."""
+        s = self.sums
+        out = torch.empty(s.low.numel(), dtype=torch.float32, device=s.low.device)
+        value(s.low.view(-1), s.high.view(-1) if self.uses_second else None, s.unit, s.split, out)
+        out /= divisor
+        self.largest = GRID.remember(self.largest, float(s.peak))
+        self.reset()
+        return out.view(self.parameter.shape)
+
+    def reset(self) -> None:
+        """Empty, on the grid that :attr:`largest` gives."""
+        s = self.sums
+        s.low.zero_()
+        if self.uses_second or not float(s.peak) < float("inf"):
+            # New memory in place of zeros, so that what a rare large partial touched is given back.
+            s.high = untouched_zeros(s.low.shape, device=s.low.device)
+        s.peak.zero_()
+        s.unit, s.split = GRID.unit(self.largest), GRID.split_of(self.largest)
+        self.partials = 0
+
+
+class PerMicroBatch:
+    """The sink of :mod:`tio_megatron.layers.grads` for parameters of a DeepSpeed engine; others go where they went before."""
+
+    def __init__(self) -> None:
+        self.others: grads.Sink = grads.ToAutograd()
+
+    def products(self, weights: Sequence[Tensor], dy: Tensor, x: Tensor, grains: Grains) -> list[Tensor | None]:
+        """Adds the products of the rows to the sums of the weights."""
+        found = [sum_of(weight) for weight in weights]
+        mine = [p for p in found if p is not None]
+        if len(mine) < len(found):
+            return self.others.products(weights, dy, x, grains)
+        add_products([p.sums for p in mine], dy, x, starts=grains.starts, of=grains.of, order=grains.order)
+        for p, count in zip(mine, grains.of.diff().tolist(), strict=True):
+            p.partials += count
+        return [None] * len(mine)
+
+    def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:
+        """Adds each row to the sum of its place in the table."""
+        found = sum_of(weight)
+        if found is None:
+            return self.others.rows(weight, dy, ids)
+        add_rows(found.sums, dy, ids)
+        found.partials += len(ids)
+        return None
+
+    def norm(self, weight: Tensor, dy: Tensor, x: Tensor, eps: float, total: Tensor) -> Tensor | None:
+        """Adds each row's term."""
+        found = sum_of(weight)
+        if found is None:
+            return self.others.norm(weight, dy, x, eps, total)
+        s = found.sums
+        add_norm_terms(IntegerSum(s.low.view(-1), s.high.view(-1), s.peak, s.unit, s.split), dy, x, eps)
+        found.partials += len(dy)
+        return None
+
+
+def sum_of(parameter: Tensor) -> ParameterSum | None:
+    """The sum of a parameter that an engine trains under a contract."""
+    return getattr(parameter, "tio_micro_sum", None)
+
+
+def take_gradients() -> None:
+    """Send gradients of an engine's parameters to their sums from now on. Harmless when called again."""
+    sink = PerMicroBatch()
+    before = grads.use(sink)
+    if isinstance(before, PerMicroBatch):
+        grads.use(before)
+    else:
+        sink.others = before
+
+
+class GradientSums:
+    """The sums of all parameters that one engine trains.
+
+    Args:
+        parameters: names, parameters and who shares each.
+        micro_batches: in the global batch, over all ranks.
+        here: of them on each rank, in one step.
+        refuse_run: raises when the contract that the engine was built under is not in force.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor, Place]], micro_batches: int, here: int, refuse_run: Callable[[], None]) -> None:
+        self.parameters = [ParameterSum(name, parameter, place) for name, parameter, place in parameters]
+        self.micro_batches, self.here, self.seen = micro_batches, here, 0
+        for p in self.parameters:
+            p.parameter.tio_micro_sum = p  # type: ignore[attr-defined]
+            p.parameter.register_post_accumulate_grad_hook(_taker(p, refuse_run))
+        take_gradients()
+
+    def settle(self) -> dict[int, Tensor]:
+        """After the last micro-batch of a step: the gradients, fp32, by ``id`` of the parameter. A collective over the world.
+
+        Raises:
+            ValueError: this step had another number of micro-batches than the configuration says.
+            BadGradient: on all ranks, when any partial is NaN, infinite or too large, or there are too many. Nothing has changed then.
+        """
+        seen, self.seen = self.seen, 0
+        if seen != self.here:
+            self._forget()
+            raise ValueError(
+                f"{seen} backward passes since the last step, and gradient_accumulation_steps says {self.here}: the mean over micro-batches would be another. "
+                "Nothing was changed, and the step's gradients are forgotten: call backward() that often before each step()"
+            )
+        self._agree_on_peaks()
+        self._refuse_bad()
+        by_group: dict[int, tuple[Any, list[ParameterSum]]] = {}
+        for p in self.parameters:
+            by_group.setdefault(id(p.place.micro_batches), (p.place.micro_batches, []))[1].append(p)
+        for group, members in by_group.values():
+            add_over([p.sums.low for p in members], group)
+            add_over([p.sums.high for p in members if p.uses_second], group)
+        return {id(p.parameter): p.finish(self.micro_batches) for p in self.parameters}
+
+    def _agree_on_peaks(self) -> None:
+        """The largest partial of a logical tensor, over micro-batches and shards."""
+        groups = {id(g): g for p in self.parameters for g in (p.place.micro_batches, p.place.shards) if g is not None}
+        for key, group in groups.items():
+            members = [p for p in self.parameters if key in (id(p.place.micro_batches), id(p.place.shards))]
+            peaks = torch.cat([p.sums.peak for p in members])
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+            for p, peak in zip(members, peaks.split(1), strict=True):
+                p.sums.peak.copy_(peak)
+
+    def _refuse_bad(self) -> None:
+        bad = [line for p in self.parameters if (line := _problem(p))]
+        count = torch.tensor([len(bad)])
+        dist.all_reduce(count)
+        if int(count):
+            each: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(each, bad[:2])
+            self._forget()
+            lines = "; ".join(f"rank {at}: {line}" for at, theirs in enumerate(each) for line in theirs)
+            raise BadGradient(
+                f"this step's gradients cannot be used ({lines}). Nothing was changed, and the step's gradients are forgotten: skip the batch, or lower the "
+                "learning rate"
+            )
+
+    def _forget(self) -> None:
+        for p in self.parameters:
+            p.reset()
+
+
+def _problem(p: ParameterSum) -> str | None:
+    s, peak = p.sums, float(p.sums.peak)
+    ranks = p.place.micro_batches.size() if p.place.micro_batches is not None else 1
+    if not peak < float("inf"):
+        return f"{p.name}: NaN or infinite"
+    if peak >= (bound := GRID.bound(s.unit, s.split)):
+        return f"{p.name}: {peak:.3g}, at least {bound:.3g}"
+    if p.partials * ranks > (capacity := GRID.capacity(s.split)):
+        return f"{p.name}: {p.partials} partial sums on each of {ranks} ranks, more than {capacity} in all"
+    return None
+
+
+def _taker(p: ParameterSum, refuse_run: Callable[[], None]) -> Callable[[Tensor], None]:
+    """What autograd has summed of one micro-batch is a partial; nothing is left for DeepSpeed to add up."""
+
+    def take(parameter: Tensor) -> None:
+        refuse_run()
+        if parameter.grad is not None:
+            p.add(parameter.grad.detach())
+            parameter.grad = None
+
+    return take
