@@ -9,7 +9,7 @@ from deepspeed_runs import Layout, joined, train_all
 from tio_megatron.testing import assert_same_bytes, run_ranks
 
 ALONE = Layout()
-DENSE = [Layout(world=world, tp=tp) for world, tp in ((1, 1), (2, 1), (2, 2), (4, 2))]
+DENSE = [Layout(world=world, tp=tp) for world, tp in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))]
 SPARSE = [Layout(world=world, ep=ep) for world, ep in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))]
 STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 1, "bf16": True}, {"stage": 2, "bf16": True}]
 

@@ -149,6 +149,7 @@ def uses(rank):
         return engine(batch[:, :-1]).sum()
 
     found = {"scaled": said(lambda: engine.backward(loss(), scale_wrt_gas=False)), "no_sync": said(lambda: engine.no_sync().__enter__())}
+    found["compiled"] = said(lambda: engine.compile())
     found["torch style"] = said(lambda: loss().backward())
     engine.set_gradient_accumulation_boundary(True)
     found["boundary"] = said(lambda: engine.backward(loss()))
@@ -173,6 +174,7 @@ def test_uses_that_are_not_covered():
     found = run_ranks(1, uses, timeout=200)[0]
     assert "scale_wrt_gas=False is for losses that are divided already" in found["scaled"]
     assert "gradient_accumulation_steps in the configuration would work" in found["no_sync"]
+    assert "running without it would work" in found["compiled"]
     assert "call engine.backward(loss), which counts micro-batches" in found["torch style"]
     assert "1 backward passes since the last step, and gradient_accumulation_steps says 4" in found["boundary"]
     assert "NaN or infinite" in found["nan"] and "Nothing was changed" in found["nan"] and found["changed"] == []

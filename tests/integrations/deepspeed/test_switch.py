@@ -155,6 +155,51 @@ def test_a_checkpoint_goes_on_with_the_same_bytes(layout, tmp_path):
             assert_same_bytes(broken, straight, name)
 
 
+def skipped(rank, layout, spoil):
+    """Three steps; with ``spoil`` a fourth between them whose last micro-batch gives NaN, refused on all ranks, and the run goes on."""
+    data = batches(3)
+    engine, model = initialize(rank, layout)
+    train(rank, layout, engine, data[:1])
+    if spoil:
+        bad = torch.tensor([float("nan") if rank == 0 else 1.0])
+        for number in range(engine.gradient_accumulation_steps()):
+            loss = engine(data[1, number][:, :-1]).float().square().mean()
+            last = number + 1 == engine.gradient_accumulation_steps()
+            if last:
+                with pytest.raises(ArithmeticError, match="NaN or infinite.*Nothing was changed"):
+                    engine.backward(loss * bad.squeeze())
+            else:
+                engine.backward(loss)
+                engine.step()
+    train(rank, layout, engine, data[1:])
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_run_goes_on_after_a_bad_gradient(stage):
+    clean, spoiled = (run_ranks(2, skipped, Layout(world=2, stage=stage), spoil, timeout=200)[0] for spoil in (False, True))
+    for name, value in clean.items():
+        assert_same_bytes(spoiled[name], value, name)
+
+
+def rebuilt(rank, twice):
+    """Two engines on one model, one after the other: the second's sums get the gradients."""
+    import deepspeed
+
+    layout = Layout()
+    engine, model = initialize(rank, layout)
+    if twice:
+        engine, *_ = deepspeed.initialize(model=model, config=configuration(layout))
+    train(rank, layout, engine, batches(1))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_second_engine_on_the_same_model():
+    once, again = (run_ranks(1, rebuilt, twice)[0] for twice in (False, True))
+    for name, value in once.items():
+        assert_same_bytes(again[name], value, name)
+
+
 def test_stock_classes_are_untouched_outside_apply():
     for cls, name in ((DeepSpeedEngine, "backward"), (MOELayer, "forward"), (InferenceEngine, "__init__")):
         assert not getattr(vars(cls)[name], "__globals__", {"__name__": ""})["__name__"].startswith("tio_megatron")

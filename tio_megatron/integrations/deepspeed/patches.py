@@ -25,6 +25,7 @@ def deepspeed_patches() -> list[Patch]:
         (f"{ENGINE}.backward", "engine:backward", "it divides the loss by the number of micro-batches on this rank"),
         (f"{ENGINE}._backward_prologue", "engine:backward_prologue", "every way into a backward pass goes through it"),
         (f"{ENGINE}.no_sync", "engine:no_sync", "micro-batches inside it are not counted"),
+        (f"{ENGINE}.compile", "engine:compiled", "nobody has looked at the graphs"),
         (f"{ENGINE}.allreduce_gradients", "engine:allreduce_gradients", "the one place where ZeRO-0, 1 and 2 add gradients over ranks"),
         (f"{ENGINE}.clip_fp32_gradients", "optimizer:plain_clip", "the norm of ZeRO-0"),
         (f"{ENGINE}.save_checkpoint", "engine:save_checkpoint", "the grid of the next step belongs to a checkpoint"),

@@ -54,6 +54,7 @@ class ParameterSum:
         """``parameter`` of any shape, on this rank."""
         self.name, self.parameter, self.place = name, parameter, place
         self.largest = 0.0
+        self.hook: Any = None
         shape = tuple(parameter.shape) if parameter.dim() == 2 else (1, parameter.numel())
         device = parameter.device
         low, high = torch.zeros(shape, dtype=torch.int64, device=device), untouched_zeros(shape, device=device)
@@ -159,8 +160,11 @@ class GradientSums:
         self.parameters = [ParameterSum(name, parameter, place) for name, parameter, place in parameters]
         self.micro_batches, self.here, self.seen = micro_batches, here, 0
         for p in self.parameters:
+            before = sum_of(p.parameter)
+            if before is not None and before.hook is not None:
+                before.hook.remove()  # of an earlier engine on the same model
             p.parameter.tio_micro_sum = p  # type: ignore[attr-defined]
-            p.parameter.register_post_accumulate_grad_hook(_taker(p, refuse_run))
+            p.hook = p.parameter.register_post_accumulate_grad_hook(_taker(p, refuse_run))
         take_gradients()
 
     def settle(self) -> dict[int, Tensor]:
@@ -175,7 +179,8 @@ class GradientSums:
             self._forget()
             raise ValueError(
                 f"{seen} backward passes since the last step, and gradient_accumulation_steps says {self.here}: the mean over micro-batches would be another. "
-                "Nothing was changed, and the step's gradients are forgotten: call backward() that often before each step()"
+                "Nothing was changed, and the step's gradients are forgotten: call backward() that often before each step(), and "
+                "go on with the next global batch"
             )
         self._agree_on_peaks()
         self._refuse_bad()
@@ -208,7 +213,7 @@ class GradientSums:
             lines = "; ".join(f"rank {at}: {line}" for at, theirs in enumerate(each) for line in theirs)
             raise BadGradient(
                 f"this step's gradients cannot be used ({lines}). Nothing was changed, and the step's gradients are forgotten: skip the batch, or lower the "
-                "learning rate"
+                "learning rate; go on with the next global batch, without step()"
             )
 
     def _forget(self) -> None:
