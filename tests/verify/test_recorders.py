@@ -248,6 +248,11 @@ def test_vllm_in_layouts_against_megatron_and_stock(checkpoints, on_one_rank, tm
     stock = on_vllm(checkpoints["moe"], tmp_path / "stock", tokens, "--stock")
     found = compared(one, stock)
     assert (found.kind, found.cause, found.point) == ("framework", "norm-cast", "layers.0.attn_norm"), found
+    trace = open_trace(stock)
+    act, out, ids = (trace.values(f"layers.0.{name}") for name in ("expert_act", "expert_out", "expert_ids"))
+    down = torch.stack([trace.weight(f"model.layers.0.mlp.experts.{expert}.down_proj.weight") for expert in range(int(ids.max()) + 1)])
+    made = torch.einsum("tki,tkhi->tkh", act.double(), down[ids.long()].double()).to(out.dtype)
+    assert float((made == out).double().mean()) > 0.98, "rows follow from the activations that were recorded"
     found = compared(stock, on_vllm(checkpoints["moe"], tmp_path / "stock 2", tokens, "--stock", "--layout", "tp2"))
     assert (found.kind, found.point) == ("order", "layers.0.o_proj") and found.details["details_b"]["pieces"] == 2, found
 

@@ -40,3 +40,39 @@ def stock_experts(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch
     """Stock's own operator of a layer's experts: ``x`` [n, H], ``weights`` and ``ids`` [n, k] -> this rank's weighted sum [n, H]."""
     out: torch.Tensor = layer.quant_method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None)
     return out
+
+
+def stock_activations(layer: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+    """What stock's operator multiplies by the down projection: ``x`` [n, H], ``ids`` [n, 1] -> [n, I]; None where its weights are packed in a way not
+    known here (anything but vLLM's own CPU kernels, which hold them as the processor's instructions want).
+
+    The same operator runs with unit rows for down projections, so that each of its output columns is one activation times 1: a sum of one term, exact.
+    """
+    kernel = layer.quant_method.moe_kernel
+    isa = getattr(kernel.fused_experts, "isa", None)
+    if isa is None or getattr(kernel.fused_experts, "_use_zentorch", False):
+        return None
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    experts, hidden, held = layer.w2_weight.shape
+    width = kernel.fused_experts.moe_config.intermediate_size_per_partition
+    one, found = torch.ones(len(x), 1, dtype=torch.float32), []
+    for first in range(0, width, hidden):
+        count = min(hidden, width - first)
+        unit = torch.zeros(experts, hidden, held, dtype=layer.w2_weight.dtype)
+        unit[:, torch.arange(count), first + torch.arange(count)] = 1
+        out = kernel.apply(
+            hidden_states=x.clone(),
+            w1=layer.w13_weight,
+            w2=cpu_prepack_moe_weight(unit, isa),
+            topk_weights=one,
+            topk_ids=ids,
+            activation=layer.activation,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            shared_experts=None,
+            shared_experts_input=None,
+        )
+        found.append(out[:, :count].clone())
+    return torch.cat(found, dim=1)

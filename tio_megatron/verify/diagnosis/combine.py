@@ -6,6 +6,7 @@ Legend: r rows of the case, K chosen experts in ascending id, H hidden, E expert
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -132,11 +133,14 @@ def _orders(case: Case, rows: Rows, ids: torch.Tensor) -> tuple[Found, Found]:
 def _rounded_rows(case: Case, found: tuple[Found, Found], other: tuple[Found, Found], line: str) -> Finding:
     """One side adds rows as they were stored, the other as its operator held them."""
     said = [line]
+    details: dict[str, Any] = {}
     for name, usual, whole in zip("AB", found, other, strict=True):
-        said.append(f"{name}: rows rounded first; {usual.name}" if usual.name else f"{name}: rows not rounded before they are weighted and added; {whole.name}")
+        rows, way = ("rows rounded first", usual) if usual.name else ("rows not rounded before they are weighted and added", whole)
+        more = f" ({way.ambiguous} other known orders give the same bytes)" if way.ambiguous else ""
+        said.append(f"{name}: {rows}; {way.name}{more}")
+        details |= {f"order_{name.lower()}": way.name, f"same_bytes_{name.lower()}": way.others}
     if not any(side.name for side in found):
         return order_finding(case, other, said[:1])
-    details = {f"order_{name}": usual.name or whole.name for name, usual, whole in zip("ab", found, other, strict=True)}
     side = "B" if found[0].name else "A"
     reason = f"{side} departs from the usual (rows rounded before they are weighted and added)"
     return Finding("framework", "extra-rounding", side=side, side_reason=reason, details=details, evidence=tuple(said), cure=CURES["extra-rounding"])

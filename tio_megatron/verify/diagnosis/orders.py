@@ -187,6 +187,14 @@ def combine_orders(out: torch.Tensor, probabilities: torch.Tensor, ids: torch.Te
                 f"balanced tree over the expert axis, {words}", {"order": "tree", "partials": precision}, joined(leaves, "pairwise", step).to(torch.float32)
             )
             yield from _owner_orders(leaves, name, steps, precision)  # owners add their own experts, then send
+    if not bool((probabilities == 1).all()):
+        for order, places in permutations.items():
+            rows, p = out.gather(1, places[..., None].expand_as(out)), probabilities.gather(1, places)[..., None]
+            total = _fp32(rows[:, 0] * p[:, 0])
+            for at in range(1, k):
+                total = _fp32(total + rows[:, at] * p[:, at])
+            details = {"order": order, "partials": "fp32", "fused": True}
+            yield Order(f"experts {order}, fused multiply-adds, sums fp32", details, total.to(torch.float32))
 
 
 def _owner_orders(leaves: torch.Tensor, products: str, steps: dict[str, tuple[Step, Step]], inside: str) -> Iterator[Order]:

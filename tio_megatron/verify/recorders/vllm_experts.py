@@ -1,8 +1,9 @@
 """What vLLM's experts compute, as rows of tokens.
 
 Ours are looked into while they run. Stock's are one fused operator: the router's choice is seen as it is handed over, and the rows are made by running the
-same operator again with one expert at a time and a probability of 1, so that each sum has one term. That costs about the operator once more, and is done
-only where a point inside the experts is kept.
+same operator again with one expert at a time and a probability of 1, so that each sum has one term; activations likewise, with unit rows in place of the
+down projections (CPU kernels only). That costs about the operator once more for either, and is done only where a point inside the experts is kept. What the
+operator adds up, its rows before they are rounded, is computed anew by the diagnosis from activations and weights.
 
 Legend: n tokens of a pass, K chosen experts of a token, E experts, H hidden, I width of an expert on this rank.
 """
@@ -104,10 +105,16 @@ def _stock(stack: ExitStack, run: Any, experts: Any, here: str, sizes: Any) -> N
 
 
 def _again(run: Any, experts: Any, here: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-    """Each token's experts one by one: [n, K, H], rounded as the operator rounds its sum."""
-    from tio_megatron.integrations.vllm.tracing import stock_experts
+    """Each token's experts one by one: activations [n, K, I], and rows [n, K, H] rounded as the operator rounds its sum."""
+    from tio_megatron.integrations.vllm.tracing import stock_activations, stock_experts
 
     order = ids.argsort(dim=-1, stable=True)
-    one = torch.ones_like(weights[:, :1])
-    rows = [stock_experts(experts, x.clone(), one, ids.gather(1, order[:, slot : slot + 1]).contiguous()) for slot in range(ids.shape[1])]
-    run.writer.put(f"{here}expert_out", torch.stack(rows, dim=1), run.at)
+    chosen = [ids.gather(1, order[:, slot : slot + 1]).contiguous() for slot in range(ids.shape[1])]
+    if run.writer.keeps(f"{here}expert_act"):
+        inner = [stock_activations(experts, x, one) for one in chosen]
+        if all(part is not None for part in inner):
+            run.writer.put(f"{here}expert_act", torch.stack([part for part in inner if part is not None], dim=1), run.at)
+    if run.writer.keeps(f"{here}expert_out"):
+        weight = torch.ones_like(weights[:, :1])
+        rows = [stock_experts(experts, x.clone(), weight, one) for one in chosen]
+        run.writer.put(f"{here}expert_out", torch.stack(rows, dim=1), run.at)
