@@ -17,7 +17,7 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 
 # yours: both reach every worker through Ray, because verl's driver exports its environment
 export TIO_CONTRACT=${TIO_CONTRACT:-1}
-modules=tio_megatron.auto
+modules=${VERL_USE_EXTERNAL_MODULES:-tio_megatron.auto}
 export VERL_USE_EXTERNAL_MODULES="tio_megatron.integrations.verl.cpu,$modules" # yours: tio_megatron.auto alone
 # yours, whatever the machine
 yours=(actor_rollout_ref.actor.megatron.vanilla_mbridge=True +actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=64 actor_rollout_ref.rollout.enforce_eager=True)

@@ -31,7 +31,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def dense_config(layers: int) -> dict[str, Any]:
-    """The tiny model without experts: stock vLLM cannot reload experts on a CPU, so a fair stock control has none."""
+    """The tiny model without experts."""
     experts = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
     kept = {name: value for name, value in makers.tiny_config(layers).items() if name not in experts | {"output_router_logits", "router_aux_loss_coef"}}
     return kept | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

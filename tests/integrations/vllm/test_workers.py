@@ -103,3 +103,18 @@ def test_a_model_that_another_plug_in_registered_is_named():
     finally:
         if not was:
             plugin.deactivate()
+
+
+def test_a_rollout_of_verl_names_a_trainer_without_us(monkeypatch):
+    """vLLM finds its plug-in by itself, verl's trainer does not. In verl's own processes: tests/verl/test_workers.py."""
+    from tio_megatron.integrations.vllm import workers
+
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    monkeypatch.delitem(sys.modules, "tio_megatron.auto", raising=False)
+    assert workers.trainer_without_us() == []
+    monkeypatch.setitem(sys.modules, "verl", type(sys)("verl"))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my.module")
+    (line,) = workers.trainer_without_us()
+    assert "VERL_USE_EXTERNAL_MODULES='my.module'" in line and "VERL_USE_EXTERNAL_MODULES=tio_megatron.auto in the environment of every worker" in line
+    monkeypatch.setitem(sys.modules, "tio_megatron.auto", type(sys)("tio_megatron.auto"))
+    assert workers.trainer_without_us() == []

@@ -26,9 +26,9 @@ from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.patching import Patch
 from tio_megatron.integrations.verl import local_layers
+from tio_megatron.integrations.verl.stock_engine import stock_patches
 
 SUPPORTED_VERL = "0.9.1"
-LAYERS = "vllm.model_executor.layers.utils"
 
 HOST = torch.device("cpu")
 
@@ -223,30 +223,6 @@ def _copied(original: Callable[..., None]) -> Callable[..., None]:
     return receive_weights
 
 
-def _plain_linear(original: Callable[..., None]) -> Callable[..., None]:
-    """The weight stays where it is, and torch multiplies by it: what vLLM does where it has nothing to pack."""
-
-    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            original(layer, remove_weight)
-
-    return dispatch_cpu_unquantized_gemm
-
-
-def _causal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Padding stands behind a row's tokens, so a causal mask hides it from them."""
-
-    @functools.wraps(original)
-    def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        if attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = torch.ones(1, 1, len(query), len(key), dtype=torch.bool).triu_(1)
-        return original(self, query, key, value, attention_mask, *rest, **options)
-
-    return forward
-
-
 def _patches() -> list[Patch]:
     """Where verl takes for granted that the accelerator is not the host."""
     supported = f"verl {SUPPORTED_VERL}"
@@ -255,15 +231,8 @@ def _patches() -> list[Patch]:
     pinned = "offloads weights to pinned memory, which torch has only beside an accelerator"
     view = "moves a bucket's tensors to the device, which copies them on an accelerator; on a host they would be views of memory that is closed next"
     receiver = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightReceiver.receive_weights"
-    emptied = "packs a linear's weight once and empties the parameter, so that verl's load_weights has nothing to load into"
-    # Under the contract the engine's linears are ours, which pack what is loaded.
-    flat = "takes a mask of pairs of places, and verl has one of places, as Transformer Engine takes it"
-    stock = [
-        Patch(f"{LAYERS}:dispatch_cpu_unquantized_gemm", _plain_linear, why=emptied, supported="vllm 0.32.0"),
-        Patch("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _causal, why=flat),
-    ]
     return [
-        *([] if from_environment() else stock),
+        *([] if from_environment() else stock_patches()),
         Patch(receiver, _copied, why=view, supported=supported),
         Patch("verl.utils.distributed:get_device_name", lambda original: lambda: "cuda", why=twice, supported=supported),
         Patch("verl.utils.megatron_utils:torch", lambda original: cpu_device.host_torch(), why=pinned, supported=supported),

