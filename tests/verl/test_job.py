@@ -26,7 +26,7 @@ def run(out: Path, *overrides: str, ranks: int = 1, dense: bool = False, **envir
     if dense:
         subprocess.run([sys.executable, "-W", "ignore", "-m", "examples.qwen3_moe.verl_start", str(out), "--dense"], cwd=ROOT, check=True)
     variables = {**os.environ, "PYTHON": sys.executable, "RANKS": str(ranks), **environment}
-    command = ["timeout", "-k", "10", "300", "bash", str(ROOT / "launch" / "qwen3_moe_verl.sh"), str(out), *overrides]
+    command = ["timeout", "-k", "10", "540", "bash", str(ROOT / "launch" / "qwen3_moe_verl.sh"), str(out), *overrides]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
