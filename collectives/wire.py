@@ -92,6 +92,7 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
+@torch.compiler.disable(reason="bytes between ranks")  # a graph capture takes a process group's own methods for an error, not for a cut
 def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in_counts: Sequence[int], group: AnyGroup, deadline: float) -> None:
     """``in_counts[p]`` elements of the flat ``x`` to each rank p, in rank order, and ``out_counts[p]`` from each into the flat ``out``.
 
@@ -112,6 +113,7 @@ def all_to_all(out: torch.Tensor, out_counts: Sequence[int], x: torch.Tensor, in
         out.copy_(target)
 
 
+@torch.compiler.disable(reason="bytes between ranks")  # a graph capture takes a process group's own methods for an error, not for a cut
 def links(sends: Sequence[Message], recvs: Sequence[Message], group: AnyGroup, deadline: float) -> None:
     """Send and receive over the links to the named peers only. Empty messages are left out at both ends. ``deadline`` as in :func:`all_to_all`."""
     sends = [(peer, t) for peer, t in sends if t.numel()]

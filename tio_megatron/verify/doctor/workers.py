@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tio_megatron.contract.messages import cut, named, shown
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.integrations import roll_call
 from tio_megatron.integrations.roll_files import FORMAT, SUFFIX, VARIABLE
 from tio_megatron.integrations.switch_names import OURS
@@ -127,7 +127,7 @@ def _answer(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path}: {path.stat().st_size} bytes; a worker's answer has at most {MOST_BYTES}")
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no answer of a worker: {cut(str(error))}") from None
     if not isinstance(found, dict) or found.get("tio_roll_call") != FORMAT:
