@@ -70,3 +70,6 @@ TERMS = Grid(bits=32, split=34, first=-34, first_split=34)
 
 MEANS = Grid(bits=38, split=40, first=-56, first_split=48)
 """Any parameter where the loss is a mean over a micro-batch and a partial is all of one: gradients are small, so the first step's counts are finer."""
+
+MEANS_TERMS = Grid(bits=32, split=34, first=-40, first_split=34)
+"""The same for weights of norms, where every row is a partial."""

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tio_megatron.contract.grid import MEANS, MEANS_TERMS
 from tio_megatron.integrations.deepspeed import refusals, workers
 from tio_megatron.integrations.deepspeed.model import adopt
+from tio_megatron.integrations.deepspeed.norms import OVER_TENSOR, OrderedNorm
 from tio_megatron.integrations.deepspeed.state import refuse_run, session
 from tio_megatron.integrations.deepspeed.sums import GradientSums, Place
 
@@ -73,7 +75,12 @@ def configure_optimizer(original: Callable[..., None]) -> Callable[..., None]:
         held = {id(one) for group in self.basic_optimizer.param_groups for one in group["params"]}
         if self.zero_optimization():
             held = {id(one) for group in self.optimizer.bit16_groups for one in group}
-        parameters = [(name, one, _place(self, one)) for name, one in self.module.named_parameters() if id(one) in held and one.requires_grad]
+        norms = {id(module.weight) for module in self.module.modules() if isinstance(module, OrderedNorm)}
+        parameters = [
+            (name, one, _place(self, one), MEANS_TERMS if id(one) in norms else MEANS)
+            for name, one in self.module.named_parameters()
+            if id(one) in held and one.requires_grad
+        ]
         self.tio_sums = GradientSums(parameters, here * self.seq_dp_world_size, here, lambda: refuse_run(setting))
         if self.zero_optimization():
             self.optimizer.tio_sums = self.tio_sums
@@ -93,7 +100,10 @@ def _place(engine: Any, parameter: Any) -> Place:
         return Place(engine.seq_data_parallel_group)
     if getattr(parameter, "tensor_model_parallel", False):
         return Place(engine.seq_data_parallel_group, shards=tensor)
-    return Place(engine.seq_data_parallel_group, copied=dist.get_rank(tensor) > 0)
+    copied = dist.get_rank(tensor) > 0
+    if getattr(parameter, OVER_TENSOR, False):
+        return Place(dist.group.WORLD, copied=copied)
+    return Place(engine.seq_data_parallel_group, copied=copied)
 
 
 def backward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tio_megatron.integrations.deepspeed.experts import run_experts
@@ -81,9 +80,3 @@ def _padding(used_token: Tensor | None, k: int, tokens: int) -> Tensor | None:
     if len(flat) != tokens or not bool(((flat == 0) | (flat == 1)).all()):
         raise ValueError(f"MoE: used_token must hold 0 or 1 for each of the {tokens} tokens, got {len(flat)} values")
     return flat == 0
-
-
-def expert_place(layer: Any) -> tuple[int, int]:
-    """This rank's first expert and the number of experts in the layer."""
-    first = dist.get_rank(layer.ep_group) * layer.num_local_experts if layer.ep_size > 1 else 0
-    return first, layer.gate.wg.weight.shape[0]

@@ -32,6 +32,7 @@ def deepspeed_patches() -> list[Patch]:
         (f"{ENGINE}.load_checkpoint", "engine:load_checkpoint", "the same"),
         (f"{ZERO}.scaled_global_norm", "optimizer:zero_norm", "it adds rounded norms, each of a piece that depends on the partition"),
         (f"{ZERO}.unscale_and_clip_grads", "optimizer:zero_clip", "clipping by one coefficient, as in ZeRO-0"),
+        ("deepspeed.module_inject.auto_tp:AutoTP.register_replicated_grad_hooks", "norms:replicated_hooks", "norms that see a rank's heads"),
         (f"{LAYERS}:LinearLayer.forward", "linears:column_forward", "AutoTP's column layer"),
         (f"{LAYERS}:LinearAllreduce.forward", "linears:row_forward", "AutoTP's row layer"),
         (f"{LAYERS}:LmHeadLinearAllreduce.forward", "linears:head_forward", "the head of init_inference, a row layer"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tio_megatron.integrations.deepspeed.norms import OVER_TENSOR, epsilon_of
 from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 
 _OFFLOADED = "an offloaded optimizer is DeepSpeed's own, with other roundings"
@@ -105,7 +106,9 @@ def check_layers(model: nn.Module) -> None:
     ours = (LinearLayer, LinearAllreduce, LmHeadLinearAllreduce)
     lines = []
     for name, module in model.named_modules():
-        if isinstance(module, TensorParallel_Layer) and type(module) not in ours:
+        if type(module).__name__ in ("VocabParallelLinear", "VocabParallelEmbedding"):
+            lines.append(f"{name} is a {type(module).__name__}: its loss has no fixed order here; tensor_parallel.vocab_parallel_lm_head: false would work")
+        elif isinstance(module, TensorParallel_Layer) and type(module) not in ours:
             lines.append(f"{name} is a {type(module).__name__}: {', '.join(one.__name__ for one in ours)} have an order; leave it whole (partition_type: skip)")
         elif type(module) in ours and len(set(module._partition_sizes)) != 1:
             lines.append(
@@ -113,10 +116,10 @@ def check_layers(model: nn.Module) -> None:
                 "tp_grain_size"
             )
         for part, parameter in module.named_parameters(recurse=False):
-            if getattr(parameter, "_ds_grad_allreduce_registered", False):
+            if getattr(parameter, OVER_TENSOR, False) and epsilon_of(module) is None:
                 lines.append(
-                    f"{name}.{part} is whole on every rank and sees a part of the heads: its gradient would be rounded on each rank; tensor parallel size 1 "
-                    "would work"
+                    f"{name}.{part} is whole on every rank and sees a part of the heads, and {type(module).__name__} is no RMS norm that has an order here; "
+                    "tensor parallel size 1 would work"
                 )
     _refuse("AutoTP", lines)
 

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tio_megatron.contract.grid import MEANS, Grid
+from tio_megatron.contract.grid import Grid
 from tio_megatron.integrations.megatron.grad_refusals import BadGradient
+from tio_megatron.kernels.embedding import embedding_backward
 from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
 from tio_megatron.layers import grads
 from tio_megatron.layers.grains import Grains, rank
 from tio_megatron.layers.integer_sums import add_over
-
-GRID: Grid = MEANS
 
 
 @dataclass(frozen=True)
@@ -50,21 +49,21 @@ class ParameterSum:
     ``largest`` is the largest partial assumed for the next step (``R`` of the contract). ``partials`` counts those that this rank added.
     """
 
-    def __init__(self, name: str, parameter: Tensor, place: Place) -> None:
+    def __init__(self, name: str, parameter: Tensor, place: Place, grid: Grid) -> None:
         """``parameter`` of any shape, on this rank."""
-        self.name, self.parameter, self.place = name, parameter, place
+        self.name, self.parameter, self.place, self.grid = name, parameter, place, grid
         self.largest = 0.0
         self.hook: Any = None
         shape = tuple(parameter.shape) if parameter.dim() == 2 else (1, parameter.numel())
         device = parameter.device
         low, high = torch.zeros(shape, dtype=torch.int64, device=device), untouched_zeros(shape, device=device)
-        self.sums = IntegerSum(low, high, torch.zeros(1, device=device), GRID.unit(0.0), GRID.split_of(0.0))
+        self.sums = IntegerSum(low, high, torch.zeros(1, device=device), grid.unit(0.0), grid.split_of(0.0))
         self.partials = 0
 
     @property
     def uses_second(self) -> bool:
         """Whether any partial (of any rank, once the peaks are agreed on) went to the second integer."""
-        return GRID.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
+        return self.grid.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
 
     def add(self, partial: Tensor) -> None:
         """One partial, of the parameter's shape; fp32 or bf16."""
@@ -78,7 +77,7 @@ class ParameterSum:
         out = torch.empty(s.low.numel(), dtype=torch.float32, device=s.low.device)
         value(s.low.view(-1), s.high.view(-1) if self.uses_second else None, s.unit, s.split, out)
         out /= divisor
-        self.largest = GRID.remember(self.largest, float(s.peak))
+        self.largest = self.grid.remember(self.largest, float(s.peak))
         self.reset()
         return out.view(self.parameter.shape)
 
@@ -90,7 +89,7 @@ class ParameterSum:
             # New memory in place of zeros, so that what a rare large partial touched is given back.
             s.high = untouched_zeros(s.low.shape, device=s.low.device)
         s.peak.zero_()
-        s.unit, s.split = GRID.unit(self.largest), GRID.split_of(self.largest)
+        s.unit, s.split = self.grid.unit(self.largest), self.grid.split_of(self.largest)
         self.partials = 0
 
 
@@ -112,12 +111,11 @@ class PerMicroBatch:
         return [None] * len(mine)
 
     def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:
-        """Adds each row to the sum of its place in the table."""
+        """Adds the rows of this micro-batch at their places in the table, as one partial."""
         found = sum_of(weight)
         if found is None:
             return self.others.rows(weight, dy, ids)
-        add_rows(found.sums, dy, ids)
-        found.partials += len(ids)
+        found.add(embedding_backward(dy, ids, weight.shape[0], 0))
         return None
 
     def norm(self, weight: Tensor, dy: Tensor, x: Tensor, eps: float, total: Tensor) -> Tensor | None:
@@ -150,14 +148,14 @@ class GradientSums:
     """The sums of all parameters that one engine trains.
 
     Args:
-        parameters: names, parameters and who shares each.
+        parameters: names, parameters, who shares each, and the grid of its partials.
         micro_batches: in the global batch, over all ranks.
         here: of them on each rank, in one step.
         refuse_run: raises when the contract that the engine was built under is not in force.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor, Place]], micro_batches: int, here: int, refuse_run: Callable[[], None]) -> None:
-        self.parameters = [ParameterSum(name, parameter, place) for name, parameter, place in parameters]
+    def __init__(self, parameters: Iterable[tuple[str, Tensor, Place, Grid]], micro_batches: int, here: int, refuse_run: Callable[[], None]) -> None:
+        self.parameters = [ParameterSum(*one) for one in parameters]
         self.micro_batches, self.here, self.seen = micro_batches, here, 0
         for p in self.parameters:
             before = sum_of(p.parameter)
@@ -226,9 +224,9 @@ def _problem(p: ParameterSum) -> str | None:
     ranks = p.place.micro_batches.size() if p.place.micro_batches is not None else 1
     if not peak < float("inf"):
         return f"{p.name}: NaN or infinite"
-    if peak >= (bound := GRID.bound(s.unit, s.split)):
+    if peak >= (bound := p.grid.bound(s.unit, s.split)):
         return f"{p.name}: {peak:.3g}, at least {bound:.3g}"
-    if p.partials * ranks > (capacity := GRID.capacity(s.split)):
+    if p.partials * ranks > (capacity := p.grid.capacity(s.split)):
         return f"{p.name}: {p.partials} partial sums on each of {ranks} ranks, more than {capacity} in all"
     return None
 
