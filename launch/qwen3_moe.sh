@@ -57,8 +57,6 @@ def start_torchrun(argv: list[str]) -> int:
     try:
         options = parse(words)
         place = hosts.from_environment(os.environ)
-        if place.many:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported; else it says of each host that its name is not known
         needed = options.trainer.ranks
         if "NPROC_PER_NODE" not in os.environ and needed % place.count:
             raise ValueError(f"layout {options.trainer} has {needed} ranks, which do not divide by {place.count} hosts; set NPROC_PER_NODE, or choose another layout")
@@ -123,7 +121,6 @@ def start_torchrun(argv: list[str]) -> int:
 
 def run_job(argv: list[str]) -> int:
     """This process's part of the job."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported: its errors are exceptions too, without the frames of its C++
     job, words = split(argv)
     status: int = import_module(f"examples.qwen3_moe.{job or 'main'}").main(words)
     return status
@@ -136,6 +133,8 @@ def split(argv: list[str]) -> tuple[str, list[str]]:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
+    # Before anything can import torch. Its errors are exceptions too, without the frames of its C++; else it also says of hosts that it knows no name.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         if "RANK" not in os.environ:
             sys.exit(start_torchrun(sys.argv[1:]))

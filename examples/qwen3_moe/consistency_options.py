@@ -15,7 +15,7 @@ from tio_megatron.contract.words import TrainerLayout
 EXAMPLES = """examples:
   bash launch/qwen3_moe.sh consistency                                        four ranks of this host, compared with one process
   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash launch/qwen3_moe.sh consistency      two ranks on each of two hosts
-  bash launch/qwen3_moe.sh consistency --layouts cp2+ep2 dp4 --steps 5        other layouts, all of the same number of ranks
+  bash launch/qwen3_moe.sh consistency --layouts cp2+dp2+ep2 dp4 --steps 5    other layouts, all of the same number of ranks
   bash launch/qwen3_moe.sh consistency --layouts tp1                          one process; what it prints is for --expect elsewhere
   bash launch/qwen3_moe.sh consistency --soak 600                             ten minutes of collectives: pull a cable, and see who is told what
 

@@ -169,3 +169,28 @@ def test_a_bare_python_is_one_line(checkout: Checkout, tmp_path: Path) -> None:
     done, seen = checkout.run("bash", checkout.script, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert done.returncode == 2 and not seen
     assert done.stderr.count("\n") == 1 and "bin/python has no " in done.stderr and "make setup" in done.stderr
+
+
+FIRST_IMPORT_OF_TORCH = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL"), flush=True)
+            os._exit(7)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+@pytest.mark.parametrize("job", [[], ["rl"], ["consistency"]])
+def test_torch_is_told_to_keep_its_frames_to_itself_before_it_is_imported(job: list[str], rank: str | None, tmp_path: Path) -> None:
+    """It reads the variable once; later it would print tens of frames of C++ wherever a rank or a store is lost."""
+    (tmp_path / "sitecustomize.py").write_text(FIRST_IMPORT_OF_TORCH)
+    dropped = {"TORCH_CPP_LOG_LEVEL", "RANK", "WORLD_SIZE", "NNODES"}
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    environment |= {"RANK": rank, "WORLD_SIZE": "1"} if rank else {}
+    done = subprocess.run(["bash", str(ROOT / "launch" / "qwen3_moe.sh"), *job], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "TORCH_CPP_LOG_LEVEL FATAL\n"), done
