@@ -142,6 +142,7 @@ def attention_paged(q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Ten
         actual_seq_kvlen=counts,
         block_table=table,
         block_size=page,
+        shared_pages=True,  # prefix caching: see docs/ascend.md, "What nobody has run yet"
     )
     if npu_family.route() != "vendor":
         o = _flash_paged(rows, keys, values, table, counts, query_start_loc, seq_lens, scale)

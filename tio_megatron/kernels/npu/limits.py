@@ -106,7 +106,8 @@ def check_unpermute(permuted: Tensor, sorted_indices: Tensor, *, probs: Tensor |
     """
     what = "npu_moe_token_unpermute"
     check_kind(what, "permuted_tokens", permuted, (torch.bfloat16,), 2)
-    check_kind(what, "sorted_indices", sorted_indices, (torch.int32, torch.int64), 1)
+    # The wheel describes this operator twice, once with int64. Both examples pass int32, and it is what npu_moe_token_permute returns.
+    check_kind(what, "sorted_indices", sorted_indices, (torch.int32,), 1)
     same = sorted_indices.shape[0] == permuted.shape[0]
     require(same, what, f"{sorted_indices.shape[0]} indices for {permuted.shape[0]} rows")
     require(not padded_mode, what, "padded_mode; only False is implemented")
@@ -142,6 +143,8 @@ def check_page_write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tenso
         require(tensor.is_contiguous(), what, f"{name} has strides {list(tensor.stride())}; it must be contiguous")
     check_kind(what, "slot_mapping", slots, (torch.int32, torch.int64), 1)
     require(v.shape[:2] == k.shape[:2], what, f"key {list(k.shape)} and value {list(v.shape)}; tokens and heads must be the same")
+    paged = f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)}; pages and their size, the first two axes, must be the same"
+    require(key_cache.shape[:2] == value_cache.shape[:2], what, paged)
     for name, one, cache in (("key", k, key_cache), ("value", v, value_cache)):
         require(cache.shape[2:] == one.shape[1:], what, f"{name} {list(one.shape)} into pages {list(cache.shape)}; [pages, page, heads, size] is expected")
     require(slots.shape[0] == k.shape[0], what, f"{slots.shape[0]} slots for {k.shape[0]} tokens")

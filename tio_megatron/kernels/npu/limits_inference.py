@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tio_megatron.kernels.npu.lengths import lengths_of
 from tio_megatron.kernels.npu.limits import HALVES, check_kind, names
-from tio_megatron.kernels.npu.limits_training import COMPRESSED
+from tio_megatron.kernels.npu.limits_masks import check_causal, check_mode, check_whole
 from tio_megatron.kernels.operands import require
 
 LAYOUTS = {
@@ -30,6 +30,10 @@ MAX_WIDTH = 65535
 MAX_PACKED = 4096
 MAX_BATCH = 65536
 MAX_TOKENS = {1: 65536, 2: 1 << 20}
+"""Tokens of a packed call, of queries and of keys, by version."""
+MAX_LENGTH = 20 * (1 << 20)
+MAX_KEYS = 1 << 18
+"""Keys of a sequence with one query token; ``MAX_LENGTH`` is for several, keys and query tokens alike."""
 MAX_CACHE = 2**31 - 1
 PAGES = (128, 256, 384, 512)
 """Keys of a page that serve every number of query tokens. One query token alone would allow any multiple of 16 up to 512."""
@@ -66,8 +70,13 @@ def check_inference(
     block_table: Tensor | None = None,
     block_size: int = 0,
     inner_precise: int = 0,
+    shared_pages: bool = False,
 ) -> None:
     """One call of ``npu_fused_infer_attention_score`` (``version`` 1) or ``.._v2`` (2). Argument names are those of version 2.
+
+    Args:
+        shared_pages: sequences may share the pages of a common prefix, as engines do. The documents want as many pages as all sequences fill,
+            whether or not they share; with this, as many as the longest fills are enough.
 
     Raises:
         ValueError: a layout, element type, head number, head size, mask, sparse mode, length, page or precision that the documents forbid.
@@ -84,10 +93,12 @@ def check_inference(
     require(1 <= num_heads <= MAX_HEADS, what, f"{num_heads} query heads; 1 to {MAX_HEADS}")
     require(groups > 0 and num_heads % groups == 0, what, f"{num_heads} query heads are not a multiple of {groups} key/value heads")
     require(num_heads // groups <= MAX_RATIO, what, f"{num_heads} query heads for {groups} key/value heads; at most {MAX_RATIO} each")
+    if input_layout == "BSH":
+        require(q.shape[2] % num_heads == 0, what, f"{q.shape[2]} columns of the query do not divide by {num_heads} heads")
     batch, tokens, heads, size = sizes_of(input_layout, q, num_heads)
     require(heads == num_heads, what, f"num_heads {num_heads}, but the query has {heads} heads")
     require(size % 16 == 0 and 16 <= size <= MAX_SIZE, what, f"head size {size}; a multiple of 16 up to {MAX_SIZE}")
-    packed = batch == 0
+    packed = batch == 0 and input_layout.split("_")[0] in ("TND", "NTD")
     if input_layout.split("_")[0] in ("BSH", "BSND"):
         require(num_heads * size < MAX_WIDTH, what, f"{num_heads} heads of {size} with layout {input_layout}; below {MAX_WIDTH} together")
     if input_layout == "BNSD_BSND":
@@ -98,49 +109,53 @@ def check_inference(
         )
     else:
         require(1 <= batch <= MAX_BATCH, what, f"batch {batch}; 1 to {MAX_BATCH}")
-        queries = [tokens] * batch
-        _each(what, "actual_seq_qlen", actual_seq_qlen, batch, tokens)
-    one = max(queries) <= 1
-    require(k.shape[:-1] == v.shape[:-1], what, f"key {list(k.shape)} and value {list(v.shape)} differ")
+        queries = _each(what, "actual_seq_qlen", actual_seq_qlen, batch, tokens)
+    one = max(queries) <= 1 if packed else tokens == 1
     if block_table is not None:
-        if not packed:
-            _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, block_table.shape[-1] * block_size)
-        _check_pages(what, k, v, input_layout, groups, size, block_table, block_size, actual_seq_kvlen, len(queries), one)
+        if actual_seq_kvlen is None:
+            raise ValueError(f"{what}: pages need the length of every sequence's keys")
+        check_kind(what, "block_table", block_table, (torch.int32,), 2)
+        columns = block_table.shape[1]
+        keys = list(actual_seq_kvlen) if packed else _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, columns * block_size)
+        needed = _check_pages(what, k, v, input_layout, groups, size, block_table, block_size, keys, one, shared_pages)
+        # Version 1 says so for one query token; elsewhere both ask for the pages of the longest sequence.
+        held = (columns if version == 1 and one else needed) * block_size
     else:
-        _check_keys(what, input_layout, k, q, groups, size)
-        kind = input_layout.split("_")[0]
-        held = k.shape[{"TND": 0, "NTD": 1, "BNSD": 2}.get(kind, 1)]
-        require(1 <= v.shape[-1] // (groups if kind == "BSH" else 1) <= MAX_SIZE, what, f"value {list(v.shape)}; a head of 1 to {MAX_SIZE}")
+        held = _check_keys(what, input_layout, k, v, q, groups, size)
         if packed:
             ends = list(actual_seq_kvlen or ())
+            require(held <= MAX_TOKENS[version], what, f"{held} keys in a packed layout; at most {MAX_TOKENS[version]}, or pages")
             require(ends[-1] == held, what, f"lengths of keys end at {ends[-1]} of {held} keys; cumulative ends up to the last key")
+            keys = lengths_of(ends)
         else:
-            _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, held)
-            _check_dense_mask(what, atten_mask, sparse_mode, batch, num_heads, tokens, held)
+            keys = _each(what, "actual_seq_kvlen", actual_seq_kvlen, batch, held)
         require(block_size == 0, what, f"block_size {block_size} without block_table")
-    if packed and actual_seq_kvlen is not None:
-        keys = list(actual_seq_kvlen) if block_table is not None else lengths_of(actual_seq_kvlen)
-        if sparse_mode == 3:
-            for i, (a, b) in enumerate(zip(queries, keys, strict=True)):
-                require(a <= b, what, f"sequence {i} has {a} query tokens and {b} keys; sparse_mode 3 wants at least as many keys")
-    _check_mask(what, atten_mask, sparse_mode, packed, one)
+    _check_lengths(what, tokens if not packed else max(queries), max(keys) if packed or block_table is not None else held, one)
+    check_mode(what, atten_mask, sparse_mode, packed)
+    if not packed and atten_mask is not None and sparse_mode in (0, 1):
+        check_whole(what, atten_mask, sparse_mode, batch, tokens, held, at_least=block_table is not None)
+    if sparse_mode == 3:
+        check_causal(what, queries, keys)
     require(
         0 <= inner_precise <= (1 if one else 3), what, f"inner_precise {inner_precise}; 0 to {1 if one else 3} for {'one query token' if one else 'several'}"
     )
 
 
-def _each(what: str, name: str, given: Sequence[int] | None, batch: int, most: int) -> None:
-    if given is not None:
-        require(len(given) == 1 or len(given) >= batch, what, f"{name} has {len(given)} entries for a batch of {batch}; 1, or one each")
-        require(min(given) >= 0 and max(given) <= most, what, f"{name} {list(given)[:8]}; from 0 to the {most} tokens that are there")
+def _each(what: str, name: str, given: Sequence[int] | None, batch: int, most: int) -> list[int]:
+    """The length of each of ``batch`` sequences: all that is there, one for all, or one each (more are not looked at)."""
+    if given is None:
+        return [most] * batch
+    require(len(given) == 1 or len(given) >= batch, what, f"{name} has {len(given)} entries for a batch of {batch}; 1, or one each")
+    lengths = list(given) * batch if len(given) == 1 else list(given)[:batch]
+    require(min(lengths) >= 0 and max(lengths) <= most, what, f"{name} {lengths[:8]}; from 0 to the {most} tokens that are there")
+    return lengths
 
 
-def _check_dense_mask(what: str, mask: Tensor | None, mode: int, batch: int, heads: int, queries: int, keys: int) -> None:
-    """Without pages and not packed: the whole mask has the sizes of the tensors, and the causal mode leaves no row without a key."""
-    if mode in (0, 1) and mask is not None:
-        full = [[queries, keys], [1, queries, keys], [batch, queries, keys], [1, 1, queries, keys], [batch, 1, queries, keys], [batch, heads, queries, keys]]
-        require(list(mask.shape) in full, what, f"sparse_mode {mode} takes the whole mask, {' or '.join(map(str, full[:3]))}, got {list(mask.shape)}")
-    require(mode != 3 or queries <= keys, what, f"{queries} query tokens and {keys} keys: sparse_mode 3 would leave rows without a key; as many keys or more")
+def _check_lengths(what: str, queries: int, keys: int, one: bool) -> None:
+    """The longest sequence."""
+    require(queries <= MAX_LENGTH, what, f"{queries} query tokens of a sequence; at most {MAX_LENGTH}: pass them in parts")
+    most = MAX_KEYS if one else MAX_LENGTH
+    require(keys <= most, what, f"{keys} keys of a sequence for {'one query token' if one else 'several query tokens'}; at most {most}")
 
 
 def _packed(
@@ -184,19 +199,25 @@ def _packed(
     return lengths_of(ends_q)
 
 
-def _check_keys(what: str, layout: str, k: Tensor, q: Tensor, groups: int, size: int) -> None:
+def _check_keys(what: str, layout: str, k: Tensor, v: Tensor, q: Tensor, groups: int, size: int) -> int:
+    """Keys and values that are not in pages; returns how many there are, of a sequence or, packed, of all."""
     kind = layout.split("_")[0]
+    if kind in ("TND", "NTD"):  # whose documents give the value a size of its own, which _packed has seen
+        require(k.shape[:-1] == v.shape[:-1], what, f"key {list(k.shape)} and value {list(v.shape)} differ in more than the head size")
+    else:
+        require(k.shape == v.shape, what, f"key {list(k.shape)} and value {list(v.shape)} differ; their shapes must be the same")
     if kind == "BSH":
         require(
             k.dim() == 3 and k.shape[2] == groups * size and k.shape[0] == q.shape[0],
             what,
             f"key {list(k.shape)}; [{q.shape[0]}, S, {groups * size}] is expected",
         )
-        return
+        return k.shape[1]
     require(k.dim() == q.dim(), what, f"key {list(k.shape)} with layout {layout}")
-    place = {"TND": 1, "NTD": 0, "BSND": 2, "BNSD": 1}[kind]
+    place, along = {"TND": (1, 0), "NTD": (0, 1), "BSND": (2, 1), "BNSD": (1, 2)}[kind]
     require(k.shape[place] == groups and k.shape[-1] == size, what, f"key {list(k.shape)} with layout {layout}; {groups} heads of {size} are expected")
     require(kind in ("TND", "NTD") or k.shape[0] == q.shape[0], what, f"key {list(k.shape)} and query {list(q.shape)}: the batches differ")
+    return k.shape[along]
 
 
 def _check_pages(
@@ -208,14 +229,12 @@ def _check_pages(
     size: int,
     table: Tensor,
     page: int,
-    counts: Sequence[int] | None,
-    batch: int,
+    counts: Sequence[int],
     one: bool,
-) -> None:
-    check_kind(what, "block_table", table, (torch.int32,), 2)
-    require(table.shape[0] == batch, what, f"block_table has {table.shape[0]} rows for {batch} sequences")
-    if counts is None:
-        raise ValueError(f"{what}: pages need the length of every sequence's keys")
+    shared: bool,
+) -> int:
+    """Keys and values in pages; returns the pages of the longest sequence."""
+    require(table.shape[0] == len(counts), what, f"block_table has {table.shape[0]} rows for {len(counts)} sequences")
     if one:
         require(16 <= page <= 512 and page % 16 == 0, what, f"pages of {page} keys; a multiple of 16 up to 512 for one query token")
     else:
@@ -233,24 +252,9 @@ def _check_pages(
         kind = layout.split("_")[0]
         require(k.dim() == 4 and tuple(k.shape[1:]) == (groups, page, size), what, f"pages {list(k.shape)}; [pages, {groups}, {page}, {size}] is expected")
         require(kind in ("BNSD", "TND"), what, f"pages of four axes with layout {layout}; BNSD or TND, or three axes")
-    # The documents also want as many pages as all sequences fill. Sequences that share pages of a common prefix need fewer, so only the longest counts.
-    needed = -(-max(counts) // page)
-    require(
-        min(table.shape[1], k.shape[0]) >= needed, what, f"{k.shape[0]} pages and {table.shape[1]} columns of block_table; {needed} pages of {page} are needed"
-    )
-
-
-def _check_mask(what: str, mask: Tensor | None, mode: int, packed: bool, one: bool) -> None:
-    require(0 <= mode <= 4, what, f"sparse_mode {mode}; 0 to 4")
-    if packed:
-        fits = (mode == 0 and mask is None) or (mode in (3, 4) and mask is not None)
-        given = "with" if mask is not None else "without"
-        require(fits, what, f"sparse_mode {mode} {given} atten_mask in a packed layout; 0 without, or 3 (causal) or 4 (band) with")
-    require(mode == 0 or mask is not None, what, f"sparse_mode {mode} without atten_mask")
-    if mask is None:
-        return
-    check_kind(what, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), 2, 3, 4)
-    require(mask.is_contiguous(), what, "atten_mask must be contiguous")
-    if mode in (2, 3, 4):
-        shape = [n for n in mask.shape if n != 1] if mask.dim() > 2 else list(mask.shape)
-        require(shape == [COMPRESSED] * 2, what, f"sparse_mode {mode} takes the compressed mask {[COMPRESSED] * 2}, got {list(mask.shape)}")
+    each = [-(-count // page) for count in counts]
+    longest = max(each)
+    require(table.shape[1] >= longest, what, f"block_table has {table.shape[1]} columns; {longest} pages of {page} are needed for the longest sequence")
+    least, whose = (longest, "the longest sequence") if shared else (sum(each), "all sequences together")
+    require(k.shape[0] >= least, what, f"{k.shape[0]} pages of {page}; {least} are needed for {whose}")
+    return longest
