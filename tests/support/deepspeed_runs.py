@@ -210,8 +210,8 @@ def cut_of(parameter: Any) -> int:
     return int(getattr(parameter, DS_AUTOTP_UC_META)["partition_dim"])
 
 
-def initialize(rank: int, layout: Layout, **more: Any) -> tuple[Any, Model]:
-    """The engine and its model."""
+def initialize(rank: int, layout: Layout, *, keep: bool = False) -> tuple[Any, Model]:
+    """The engine and its model; with ``keep`` as DeepSpeed's layers initialise it."""
     import deepspeed
 
     import tio_megatron as tio
@@ -219,8 +219,9 @@ def initialize(rank: int, layout: Layout, **more: Any) -> tuple[Any, Model]:
     here(rank, layout.world)
     if layout.ours:
         tio.apply()
-    model = build(rank, layout)
-    engine, *_ = deepspeed.initialize(model=model, config=configuration(layout) | more)
+    torch.manual_seed(3)
+    model = Model(layout) if keep else build(rank, layout)
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(layout))
     return engine, model
 
 

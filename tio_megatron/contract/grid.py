@@ -68,8 +68,9 @@ ROWS = Grid(bits=38, split=40, first=-40, first_split=40)
 TERMS = Grid(bits=32, split=34, first=-34, first_split=34)
 """Weights of norms, where every token of every head is a partial: 268 million a global batch."""
 
-MEANS = Grid(bits=38, split=40, first=-56, first_split=48)
-"""Any parameter where the loss is a mean over a micro-batch and a partial is all of one: gradients are small, so the first step's counts are finer."""
+MEANS = Grid(bits=38, split=48, first=-56, first_split=48)
+"""Any parameter where the loss is a mean over a micro-batch and a partial is all of one: gradients are small, so the first step's counts are finer.
+16384 micro-batches a global batch."""
 
 MEANS_TERMS = Grid(bits=32, split=34, first=-40, first_split=34)
 """The same for weights of norms, where every row is a partial."""

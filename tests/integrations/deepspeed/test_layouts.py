@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="NOT RUN: deepspeed is not installed here: make test-deepspeed")
 
-from deepspeed_runs import Layout, joined, train_all
+from deepspeed_runs import Layout, batches, initialize, joined, train, train_all, weights
 
 from tio_megatron.testing import assert_same_bytes, run_ranks
 
@@ -66,6 +66,18 @@ def test_other_numbers_of_choices(k):
     alone = run([ALONE._replace(ep=1, k=k)])
     for layout in (Layout(world=4, ep=2, k=k), Layout(world=2, ep=2, k=k)):
         assert_equal(run([layout]), alone, [layout])
+
+
+def copied(rank, layout):
+    """Experts as DeepSpeed makes them, all alike: the gate's first gradients are roundings."""
+    engine, model = initialize(rank, layout, keep=True)
+    return train(rank, layout, engine, batches(3)) | weights(rank, layout, model)
+
+
+def test_experts_that_start_alike():
+    alone, found = (joined(run_ranks(layout.world, copied, layout, timeout=200)) for layout in (Layout(ep=1), Layout(world=2, ep=2)))
+    for name, value in alone.items():
+        assert_same_bytes(found[name], value, name)
 
 
 @pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=2, tp=2), Layout(world=2, ep=2)], ids=str)

@@ -89,7 +89,8 @@ class ParameterSum:
             # New memory in place of zeros, so that what a rare large partial touched is given back.
             s.high = untouched_zeros(s.low.shape, device=s.low.device)
         s.peak.zero_()
-        s.unit, s.split = self.grid.unit(self.largest), self.grid.split_of(self.largest)
+        # Never finer than at first: DeepSpeed copies one expert into all, so a gate's first gradients are roundings, and the next are not.
+        s.unit, s.split = max(self.grid.unit(self.largest), self.grid.first), self.grid.split_of(self.largest)
         self.partials = 0
 
 
