@@ -41,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 1 <= devices <= most:
         print(f"ascend_selfcheck: --devices {devices}: 1 to {most} are here", file=sys.stderr)
         return 2
+    try:
+        run.versions()  # what the environment sets is refused here, before any process is started
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as wrong:
+        print(f"ascend_selfcheck: {wrong}", file=sys.stderr)
+        return 2
     report = run.check(options.out, devices=devices, twin=options.twin, quick=options.quick)
     print((options.out / "report.txt").read_text(), end="")
     return int(report["status"])

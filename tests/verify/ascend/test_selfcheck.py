@@ -14,6 +14,7 @@ import torch
 
 from tests.support import ended_selfcheck
 from tio_megatron import ascend_selfcheck
+from tio_megatron.kernels import npu_family
 from tio_megatron.kernels.npu import stand_in, twin
 from tio_megatron.kernels.npu.twin_attention import Order, attend
 from tio_megatron.verify.ascend import answers, facts, place, run
@@ -142,3 +143,20 @@ def test_the_whole_flow_on_four_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "25 of 25 pairs of layouts with logdiff 0" in done.stdout
+
+
+def test_bad_input_is_one_line_and_2_before_any_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "check", lambda *args, **kwargs: pytest.fail("started"))
+    file = tmp_path / "file"
+    file.touch()
+    assert ascend_selfcheck.main(["--twin", "--out", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert str(file) in said and said.count("\n") == 1
+    monkeypatch.setenv("TIO_NPU_ATTENTION", "foo")
+    npu_family.route.cache_clear()
+    try:
+        assert ascend_selfcheck.main(["--twin", "--out", str(tmp_path / "out")]) == 2
+    finally:
+        npu_family.route.cache_clear()
+    said = capsys.readouterr().err
+    assert "TIO_NPU_ATTENTION='foo': the attention of an NPU is one of" in said and said.count("\n") == 1
