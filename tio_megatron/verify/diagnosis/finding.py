@@ -23,7 +23,8 @@ class Finding:
     ``kind`` is a key of :data:`KINDS`, ``cause`` an anchor of ``docs/divergence.md``. ``point`` is where, ``layer`` its layer or None, ``rows`` how many
     tokens differ there and ``first`` the first of them as (sequence, position). ``parameter`` is an HF name where a parameter is at fault. ``side``
     is the side that is off ("A", "B", or "" where that cannot be told), ``side_reason`` why that one, or why none. ``details`` are for machines
-    (``order_a``, ``temperature_b``), ``evidence`` and ``cure`` sentences, ``routing`` what happens to the choice of experts from there on.
+    (``order_a``, ``temperature_b``), ``evidence`` and ``cure`` sentences, ``routing`` what happens to the choice of experts from there on. ``one_sided``
+    counts points where one side lacks tokens that it has elsewhere and the other side has here: what was not compared is not equal.
     """
 
     kind: str
@@ -40,19 +41,22 @@ class Finding:
     evidence: tuple[str, ...] = ()
     cure: str = ""
     routing: tuple[str, ...] = ()
+    one_sided: int = 0
 
     @property
     def status(self) -> int:
         """0 equal, 1 differs, 2 could not tell."""
         if self.kind == "equal":
-            return 0 if self.compared else 2
+            return 0 if self.compared and not self.one_sided else 2
         return 1
 
     @property
     def verdict(self) -> str:
         """One line."""
         if self.kind == "equal":
-            return f"equal: {self.compared} points" if self.compared else "could not tell: the traces have no point in common"
+            if self.compared and self.one_sided:
+                return f"could not tell: {self.one_sided} points have tokens on one side only; what both have at {self.compared} points is equal"
+            return f"equal: {self.compared} points" if self.compared else "could not tell: the traces have no token at any point in common"
         where = f" at {self.point}" if self.point else ""
         parameter = f" ({self.parameter})" if self.parameter else ""
         cause = f": {self.cause}" if self.cause else ""

@@ -43,10 +43,16 @@ def explain_parameter(a: Trace, b: Trace, name: str) -> Finding:
     if x["rounded"] == y["digest"] or y["rounded"] == x["digest"]:
         side, types = ("B", (x, y)) if x["rounded"] == y["digest"] else ("A", (y, x))
         return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to bf16 (recorded as {types[1]['dtype']} and {types[0]['dtype']})")
+    sources = {}
     for side, mine, theirs in (("B", y, a.weights), ("A", x, b.weights)):
         source = next((other for other, entry in theirs.items() if other != name and entry["digest"] == mine["digest"] and entry["shape"] == mine["shape"]), "")
         if source and not _constant((b if side == "B" else a).sketches.get(name)):
-            return _finding("weights-moved", name, side, f"{side} holds in its place the tensor that the other side calls {source}", source=source)
+            sources[side] = source
+    if sources:
+        said = [f"{side} holds in its place the tensor that the other side calls {source}" for side, source in sources.items()]
+        # Tensors that changed places look the same from both sides; only one that one side holds twice, and the other's nowhere, tells.
+        side = next(iter(sources)) if len(sources) == 1 else ""
+        return _finding("weights-moved", name, side, "; ".join(said), source=next(iter(sources.values())))
     return _by_values(a, b, name)
 
 

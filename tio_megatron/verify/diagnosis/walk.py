@@ -22,10 +22,12 @@ from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain, relative
 from tio_megatron.verify.diagnosis.sides import departing, with_reason
 from tio_megatron.verify.diagnosis.unfinished import stopped
+from tio_megatron.verify.diagnosis.unseen import one_sided
 from tio_megatron.verify.traces.reader import Trace, Unfinished
 
 _RENAMED = {"visible": "mask"}
 """Axes whose name is not the cause's."""
+_RECORD_AGAIN = "Record that side again: its trace is damaged (a full disk, a copy cut short), or its recorder lost tokens."
 
 
 def diagnose(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:
@@ -46,10 +48,10 @@ def _walk(a: Trace, b: Trace) -> Finding:
     for point in graph:
         if point.name not in a.recorded or point.name not in b.recorded:
             continue
-        compared += 1
         shapes = [side.recorded[point.name]["shape"] for side in (a, b)]
         columns = (a.columns(point.name), b.columns(point.name))
         both = (columns[0] > 0) & (columns[1] > 0)
+        compared += bool(both.any())
         if shapes[0] != shapes[1]:
             if both.any():
                 text = f"rows of {shapes[0]} in A and of {shapes[1]} in B"
@@ -63,11 +65,12 @@ def _walk(a: Trace, b: Trace) -> Finding:
             noted = _notes(case)
             found = replace(found, point=point.name, layer=point.layer, rows=len(rows), compared=compared, first=a.where(int(rows[0])), routing=_routing(a, b))
             return found.noting(*noted)
+    gaps = one_sided(a, b, graph)
     unused = differing(a, b, sorted(a.weights.keys() | b.weights.keys()))
     if unused:
         found = replace(explain_parameter(a, b, unused[0]), compared=compared)
         return found.noting(f"{len(unused)} parameters differ, but no recorded point does: no token used them")
-    return Finding("equal", compared=compared)
+    return Finding("equal", compared=compared, one_sided=len(gaps), evidence=tuple(gaps[:4]), cure=_RECORD_AGAIN if gaps else "")
 
 
 def _require_comparable(a: Trace, b: Trace) -> None:
