@@ -28,6 +28,8 @@ from tio_megatron.kernels.npu.limits_training import check_training
 from tio_megatron.kernels.operands import require
 
 LAYOUT = "TND"
+PAGES = "Norm"
+"""Pages as they are read, not fractal ones, which would need a conversion in every step."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -107,8 +109,8 @@ def write_pages(k: Tensor, v: Tensor, cache: Tensor, slot_mapping: Tensor) -> No
     keys, values = pools(cache)
     tokens = slot_mapping.shape[0]
     k, v = k[:tokens].contiguous(), v[:tokens].contiguous()
-    check_page_write(k, v, keys, values, slot_mapping)
-    find("npu_scatter_pa_kv_cache")(k, v, keys, values, slot_mapping, cache_mode="Norm")
+    check_page_write(k, v, keys, values, slot_mapping, cache_mode=PAGES)
+    find("npu_scatter_pa_kv_cache")(k, v, keys, values, slot_mapping, cache_mode=PAGES)
 
 
 def attention_paged(q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor) -> None:

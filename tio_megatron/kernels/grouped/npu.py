@@ -41,8 +41,9 @@ def grouped(x: Tensor, w: list[Tensor], offsets: Tensor, leaves: int, paired: bo
     laid = [one if one.is_contiguous() or one.t().is_contiguous() else one.contiguous() for one in w]
     weights = [one.t() for one in laid] if len(laid) > 1 else [laid[0].t().unsqueeze(0)]
     ends = offsets[1:]
-    check_grouped(x, weights, ends, group_list_type=CUMULATIVE)
-    (y,) = find("npu_grouped_matmul")([x], weights, group_list=ends, split_item=2, group_type=0, group_list_type=CUMULATIVE)
+    kinds: dict[str, Any] = {"split_item": 2, "group_type": 0, "group_list_type": CUMULATIVE}
+    check_grouped(x, weights, ends, **kinds)
+    (y,) = find("npu_grouped_matmul")([x], weights, group_list=ends, **kinds)
     return y
 
 
