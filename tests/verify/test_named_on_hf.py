@@ -53,6 +53,10 @@ def layer_norm(self, x):
     return F.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), None, self.variance_epsilon).to(x.dtype)
 
 
+def norm(x, weight):
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), 1e-6).to(x.dtype)
+
+
 def two_ranks(self, x):
     return sum(F.linear(a, w) for a, w in zip(x.chunk(2, -1), self.weight.chunk(2, -1), strict=True))
 
@@ -130,6 +134,7 @@ CASES = {
         *("bfloat16", parameter("model.layers.0.mlp.experts.down_proj", lambda w: w * (torch.arange(len(w)) != 5)[:, None, None])),
         *("weights", "weights-missing", "layers.0.expert_out"),
     ),
+    "half a norm": ("float32", forward("model.layers.1.input_layernorm", lambda self, x: norm(x, self.weight) / 2), "framework", "scale", "layers.1.attn_norm"),
     "positions": ("bfloat16", positions_from_one, "framework", "positions", "positions"),
     "NaN": ("float32", no_number, "framework", "unwritten", "layers.0.mlp_out"),
 }

@@ -13,7 +13,15 @@ CLEAR = 0.5
 """A rule explains a side better than another if its error is below this part of the other's,"""
 
 EXPLAINS = 0.35
-"""and explains it at all if its error is below this part of the difference between the sides."""
+"""and explains it at all if its error is below this part of the difference between the sides,"""
+
+REMAINS = {torch.bfloat16: 0.03, torch.float16: 0.01}
+LEFT = 0.05
+"""and what it leaves is rounding (of these types; 1e-4 of wider ones), or below this part of that difference. A rule that leaves more is not the formula,
+however much better than the others it is."""
+
+ALIKE = 1.25
+"""Rules whose errors are within this factor explain a side equally well: the one closest to the usual is taken."""
 
 FINE = frozenset(
     {"norm-cast", "norm-epsilon", "residual-rounding", "extra-rounding", "rope-table", "dtype", "router-sum-order", "router-dtype", "logprob-dtype"}
@@ -73,14 +81,22 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     if not fits:
         return None
     gap = relative(a, b)
-    best_a, best_b = min(fits, key=lambda fit: fit[1]), min(fits, key=lambda fit: fit[2])
+    best_a, best_b = (_closest(fits, side) for side in (1, 2))
+    remains = max(REMAINS.get(side.dtype, 1e-4) for side in (a, b))
     # One rule for both, unless each side has one of its own that is clearly better there than the other side's.
-    apart = best_a[1] < CLEAR * best_b[1] and best_b[2] < CLEAR * best_a[2] and max(best_a[1], best_b[2]) < EXPLAINS * gap
+    apart = best_a[1] < CLEAR * best_b[1] and best_b[2] < CLEAR * best_a[2] and max(best_a[1], best_b[2]) < min(EXPLAINS * gap, max(LEFT * gap, remains))
     axes = tuple(sorted(best_a[0].against(best_b[0]), key=lambda axis: axis in FINE)) if apart else ()
     if not axes:
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
         best_a = best_b = shared
     return Explained(Fit(best_a[0], best_a[1]), Fit(best_b[0], best_b[2]), axes, gap, fits[0][0])
+
+
+def _closest(fits: list[tuple[Rule, float, float]], side: int) -> tuple[Rule, float, float]:
+    """Of the rules that reproduce a side (1 A, 2 B) as well as the best, the one with the fewest axes that are not the usual rule's."""
+    errors = [fit[1] if side == 1 else fit[2] for fit in fits]
+    alike = [fit for fit, error in zip(fits, errors, strict=True) if error <= ALIKE * min(errors)]
+    return min(alike, key=lambda fit: len(fit[0].against(fits[0][0])))
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
