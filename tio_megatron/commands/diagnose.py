@@ -60,13 +60,15 @@ def diagnose(
 def _bundle(folder: Path) -> tuple[int, dict[str, Any], Callable[[Console], None]]:
     """Log-probabilities say that and how two sides differ, not where it starts: that takes traces over the bundle's tokens."""
     from tio_megatron.verify.logdiff import logdiff
-    from tio_megatron.verify.monitor import read_bundle
+    from tio_megatron.verify.monitor import not_finite, read_bundle
     from tio_megatron.verify.picture import numbers
     from tio_megatron.verify.readers import read_scored
 
     bundle = read_bundle(folder)
-    found = logdiff(read_scored(bundle.trainer), read_scored(bundle.rollout))
-    tokens = bundle.trainer
+    broken = not_finite(bundle)
+    places = [place for side in broken.values() for place in side]
+    found = None if places else logdiff(read_scored(bundle.trainer), read_scored(bundle.rollout))
+    tokens = bundle.rollout if broken["trainer"] and not broken["rollout"] else bundle.trainer
     following = [
         f"tio record MODEL trainer.trace --engine megatron --tokens {tokens} --keep all     # with the run's own layout and options",
         f"tio record MODEL rollout.trace --engine vllm --tokens {tokens} --keep all",
@@ -74,11 +76,13 @@ def _bundle(folder: Path) -> tuple[int, dict[str, Any], Callable[[Console], None
     ]
 
     def show(console: Console) -> None:
-        console.print(f"step {bundle.about.get('step')}: {bundle.about.get('reason')}; {found.verdict}", highlight=False, markup=False, soft_wrap=True)
-        for name, value in numbers(found):
-            console.print(f"  {name}: {value}", highlight=False, markup=False, soft_wrap=True)
+        verdict = f"; {found.verdict}" if found else ""
+        console.print(f"step {bundle.about.get('step')}: {bundle.about.get('reason')}{verdict}", highlight=False, markup=False, soft_wrap=True)
+        for line in (f"{name}: {value}" for name, value in numbers(found)) if found else places:
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
         console.print("Where it starts and why, with the model at hand:", style="bold")
         for line in following:
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
-    return found.status, {"bundle": dict(bundle.about), "logdiff": found.to_json(), "next": following}, show
+    answer = {"bundle": dict(bundle.about), "logdiff": found.to_json() if found else None, "not_finite": places, "next": following}
+    return found.status if found else 1, answer, show

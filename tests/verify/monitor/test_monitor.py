@@ -84,6 +84,23 @@ def test_a_bundle_is_opened_by_diagnose(tmp_path):
     assert CliRunner().invoke(app, ["diagnose", str(tmp_path)]).exit_code == 2, "a folder that is no bundle"
 
 
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_bundle_of_what_is_no_number_is_opened_by_diagnose(side, value, tmp_path):
+    broken = SAME.clone()
+    broken[2, 3] = broken[2, 5] = value
+    with pytest.raises(LogdiffError) as stopped:
+        Monitor(tmp_path, stop_above=0.5).step(4, tokens=TOKENS, **({"trainer": SAME, "rollout": SAME} | {side: broken}))
+    command = str(stopped.value).rpartition("tio ")[2].split()
+    done = CliRunner().invoke(app, command)
+    said = f"{side}: log-probability 3, 5 of sequence 2 is NaN or infinite"
+    assert done.exit_code == 1 and said in done.output and "tio record" in done.output, done.output
+    answer = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert answer["logdiff"] is None and answer["not_finite"] == [said]
+    whole = "rollout" if side == "trainer" else "trainer"
+    assert all(f"{whole}.jsonl" in line for line in answer["next"][:2])
+
+
 def test_few_bundles_of_bounded_size(tmp_path):
     monitor = Monitor(tmp_path, most_bundles=2)
     tokens, same = torch.zeros(100, 3, dtype=torch.long), -torch.ones(100, 3)

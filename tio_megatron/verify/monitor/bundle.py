@@ -106,6 +106,25 @@ def read_bundle(folder: Path) -> Bundle:
     return Bundle(about, folder / "trainer.jsonl", folder / "rollout.jsonl")
 
 
+def not_finite(bundle: Bundle) -> dict[str, list[str]]:
+    """Per side the places whose log-probability was NaN or infinite in the run; such a recording holds no number there, and no reader takes it."""
+    found: dict[str, list[str]] = {}
+    numbers = list(bundle.about.get("sequences") or [])
+    for name, path in zip(SIDES, (bundle.trainer, bundle.rollout), strict=True):
+        found[name] = []
+        for at, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+            try:
+                held = read_json(line)
+            except (ValueError, RecursionError):
+                continue  # the reader of recordings says so, with the place
+            values = held.get("logprobs") if isinstance(held, dict) else None
+            empty = [place for place, value in enumerate(values) if value is None] if isinstance(values, list) else []
+            if empty:
+                places = ", ".join(map(str, empty[:4])) + (f" and {len(empty) - 4} more" if len(empty) > 4 else "")
+                found[name].append(f"{name}: log-probability {places} of sequence {numbers[at] if at < len(numbers) else at} is NaN or infinite")
+    return found
+
+
 def versions() -> dict[str, str]:
     """Installed versions of what can change a log-probability."""
     found = {}
