@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from tio_megatron.collectives import last_words, wire
 from tio_megatron.collectives.last_words import Heard, Who, Words
 
@@ -80,7 +82,9 @@ def _report(limit: float) -> float:
 
 
 def lost_others(error: BaseException) -> bool:
-    """Whether an error says no more than that some other rank is not there."""
+    """Whether an error says no more than that some other rank is not there, or the store that brought the ranks together."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
     return isinstance(error, RuntimeError) and not isinstance(error, CollectiveError) and any(sign in str(error) for sign in _LOST)
 
 
@@ -162,7 +166,9 @@ def explained(error: BaseException, what: str, group: wire.Group = None, waited:
     ranks, known = last_words.global_ranks(group), last_words.session()
     waited_for = tuple(ranks[peer] for peer in peers) or ranks
     limit = seconds()
-    backend = last_words.described(error).partition("] ")[2].partition(". This is")[0] or last_words.described(error)
+    said = str(error).splitlines()[0] if str(error) else ""
+    said = f"{type(error).__name__}: {said}" if isinstance(error, dist.DistError) else last_words.described(error)  # without the frames of its C++
+    backend = said.partition("] ")[2].partition(". This is")[0] or said
     place = f"{what} over ranks {_numbers(ranks)}"
     if known is None:
         return CollectiveError(f"{place}: lost ranks {_numbers(waited_for)} ({backend})", what, ranks, waited_for, waited)
@@ -195,7 +201,12 @@ def _verdict(heard: Heard, others: list[int], lost: list[int], known: last_words
         here = heard.who.get(known.rank)
         # Who is in this rank's own network is no worse off than it is itself.
         away = [rank for rank in others if here is not None and rank in heard.who and heard.who[rank].network != here.network] or lost
+        if heard.ended and 0 in heard.who and here is not None and heard.who[0].network != here.network:
+            # The store is on rank 0's host, and its end is that of what ran there; of further hosts nothing is known.
+            away = [rank for rank in away if rank in heard.who and heard.who[rank].network == heard.who[0].network] or lost
         who = "; ".join(_silence(rank, heard.who.get(rank), states.get(rank, "unknown"), asked=False) for rank in away[:_SHOWN])
+        if heard.ended:
+            return tuple(away), f"{who}; the store that brought the ranks together, at {heard.ended}, has ended (with what started the ranks of its host)"
         store = "nor does the store that brought the ranks together (without torchrun it lives in rank 0 and ends with it)"
         return tuple(away), f"{who}; {store}: is this host's network up, and the first host's?"
     if away or silent:

@@ -22,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from tio_megatron.collectives import store_line
+
 LIMIT = 600
 """Most characters of a rank's last words."""
 
@@ -69,7 +71,7 @@ class Words:
 
 @dataclass
 class Heard:
-    """What the store knew: ``words`` and ``who`` by rank; ``reached`` says whether it answered.
+    """What the store knew: ``words`` and ``who`` by rank; ``reached`` says whether it answered, ``ended`` where it was when nobody listens there any more.
 
     ``lost``: who was gone or stopped at once. Later others may have gone who only said the same.
     """
@@ -77,6 +79,7 @@ class Heard:
     words: dict[int, Words] = field(default_factory=dict)
     who: dict[int, Who] = field(default_factory=dict)
     reached: bool = False
+    ended: str = ""
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -144,6 +147,9 @@ class Session:
                 time.sleep(_POLL)
 
         _bounded(converse, seconds + 2 * _POLL)
+        place = store_line.address(self.store)
+        if not heard.reached and place is not None and store_line.ended(place):
+            heard.ended = f"{place[0]}:{place[1]}"
         return heard
 
     def conclude(self, words: Words, ranks: Sequence[int], seconds: float) -> None:

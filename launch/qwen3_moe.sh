@@ -43,6 +43,7 @@ def start_torchrun(argv: list[str]) -> int:
     import logging
     import signal
     import tempfile
+    import time
     from datetime import timedelta
 
     from examples.qwen3_moe import ending
@@ -85,37 +86,44 @@ def start_torchrun(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from examples.qwen3_moe.starts import bind_torchruns_stores, store_at
+    from examples.qwen3_moe import starts
 
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
-    bind_torchruns_stores()
-    store = store_at(place.address, server, timedelta(seconds=place.seconds)) if server is not None else None
+    starts.bind_torchruns_stores()
+    if place.many:
+        starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
         if place.many and not place.restarts:
             ending.outlive_torchrun(Path(folder))
+        began = time.monotonic()
         try:
+            if server is not None:
+                starts.keep(starts.store_at(place.address, server, timedelta(seconds=place.seconds)))
             torchrun([*together, "--log-dir", folder, *ranks])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             said = ending.said_below(Path(folder))
-            if said is not None:
-                return said
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                return ending.say(f"rank {rank} was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 128 - failure.exitcode)
-            return failure.exitcode
+            status = failure.exitcode if said is None else said
+            if status < 0:
+                name = signal.Signals(-status).name
+                status = ending.say(f"rank {rank} was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 128 - status)
+            if place.many and starts.kept():
+                time.sleep(max(0.0, ending.LAST_WORDS_SECONDS - ending.since_said_below(Path(folder))))  # ranks of other hosts ask the store of this one who is missing
+            return status
         except SignalException as stopped:  # the ranks are ended by now
             if ending.said_below(Path(folder)) == 128 + stopped.sigval:
                 return 128 + stopped.sigval
             return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
         except (RendezvousError, DistError) as problem:
-            waited = f"; waited {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
             cause = problem.__cause__ or problem.__context__ or problem
             why = (str(cause).splitlines() or [type(cause).__name__])[0]
+            if ending.started_below(Path(folder)):
+                gone = f"torchrun's store at {place.address}:{place.port} is lost, without which ranks cannot be started again; has the first host ended?"
+                return ending.say(f"error: {gone} ({why})", 1)
+            waited = f"; waited {time.monotonic() - began:.0f} of {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
             return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", 2)
-    del store  # held until here
     return 0
 
 

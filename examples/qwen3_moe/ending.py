@@ -25,6 +25,10 @@ SAID = "said.json"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TORCHRUN_SECONDS = 4.0
 """That torchrun may take to end after its ranks."""
+LAST_WORDS_SECONDS = 4.0
+"""That a host with a store stays when its ranks have failed: a little longer than others take to find out why (`failure.py`, 3 seconds)."""
+STORE_SECONDS = 10.0
+"""After which a torchrun that starts its ranks only once takes a store that says nothing for lost."""
 INTERRUPTED = 128 + signal.SIGINT
 # What a person can mend about files and disks; anything else of an OSError is a mistake of the code.
 _MENDABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG", "ELOOP", "EMFILE")}
@@ -66,11 +70,25 @@ def say(text: str, status: int, *, everywhere: bool = False) -> int:
 
 def said_below(folder: Path) -> int | None:
     """The status that a rank of the last start has said in a folder given to torchrun as ``--log-dir``; None when nothing was said."""
-    starts = sorted(folder.glob("*/attempt_*"), key=lambda start: int(start.name.removeprefix("attempt_")))
+    starts = started_below(folder)
     if not starts or not (starts[-1] / SAID).is_file():
         return None
     status: int = json.loads((starts[-1] / SAID).read_text())["status"]
     return status
+
+
+def since_said_below(folder: Path) -> float:
+    """Seconds since a rank of the last start has said something; 0 when none has."""
+    starts = started_below(folder)
+    try:
+        return max(0.0, time.time() - (starts[-1] / SAID).stat().st_mtime) if starts else 0.0
+    except FileNotFoundError:
+        return 0.0
+
+
+def started_below(folder: Path) -> list[Path]:
+    """The folders of all starts in a folder given to torchrun as ``--log-dir``."""
+    return sorted(folder.glob("*/attempt_*"), key=lambda start: int(start.name.removeprefix("attempt_")))
 
 
 def outlive_torchrun(folder: Path) -> None:

@@ -41,13 +41,18 @@ class Hosts:
             The hosts with the port, and the listening socket: on the interface that leads to ``address``, and nowhere else. None on other hosts.
 
         Raises:
-            ValueError: the port is in use, or ``address`` is one that other hosts cannot reach.
+            ValueError: the port is in use, or ``address`` is not this host's, or one that other hosts cannot reach.
         """
         if self.rank:
             return self, None
         own = own_address(self.address, self.port)
         if self.many and ipaddress.ip_address(own).is_loopback and not _is_loopback(self.address):
             raise ValueError(f"MASTER_ADDR {self.address}: on this host that is {own}, where other hosts cannot reach it (/etc/hosts?); name its address")
+        if own.partition("%")[0] not in _addresses(self.address):
+            raise ValueError(
+                f"MASTER_ADDR {self.address}: no address of this host, which is the first (its own on the way there is {own}); "
+                "give NODE_RANK 0 to the host that has it, or name another"
+            )
         try:
             server = socket.create_server((own, self.port), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
         except OSError as error:
@@ -138,6 +143,11 @@ def own_address(there: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"MASTER_ADDR {there}: this host cannot reach it ({error.strerror or error}); is the name right, and is the interface up?") from error
+
+
+def _addresses(name: str) -> set[str]:
+    """What a name stands for, without the interface that an IPv6 address may name."""
+    return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None)}
 
 
 def interface_of(address: str) -> str | None:

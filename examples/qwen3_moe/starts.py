@@ -15,14 +15,28 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from tio_megatron.collectives import store_line
+
 _POLL = 0.02
 _BEGUN = "tio_megatron/begun"
+_held: list[Store] = []
 
 
 def store_at(address: str, server: socket.socket, limit: timedelta) -> Store:
     """A store that listens at ``server`` alone. Hold it: whoever in this process then makes one for the same port, as torch does, takes part in it."""
     port = int(server.getsockname()[1])
     return dist.TCPStore(address, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=server.detach())
+
+
+def keep(store: Store) -> Store:
+    """Hold a store until this process ends, longer than torchrun does: ranks of other hosts may ask there who is missing."""
+    _held.append(store)
+    return store
+
+
+def kept() -> bool:
+    """Whether this process holds one."""
+    return bool(_held)
 
 
 def bind_torchruns_stores() -> None:
@@ -41,9 +55,41 @@ def bind_torchruns_stores() -> None:
 
     def listen(self: DynamicRendezvousHandler, master_addr: str, master_port: int) -> Store:
         family = socket.AF_INET6 if ":" in master_addr else socket.AF_INET
-        return store_at(master_addr, socket.create_server((master_addr, master_port), family=family), timedelta(seconds=300))
+        return keep(store_at(master_addr, socket.create_server((master_addr, master_port), family=family), timedelta(seconds=300)))
 
     DynamicRendezvousHandler._create_tcp_store_server = listen  # type: ignore[method-assign, assignment]
+
+
+def outlive_the_store(seconds: float) -> None:
+    """From now on a torchrun in this process lets its ranks run when it has lost the store of the rendezvous, or has heard nothing of it for ``seconds``.
+
+    torchrun only asks there whether further hosts wait to be taken in, and would end its ranks, before they can say who is missing, with an error of its
+    own about the store. Ranks that need the others notice themselves. Wraps ``DynamicRendezvousHandler.num_nodes_waiting`` of torch 2.13.
+
+    Raises:
+        RuntimeError: torch has no such method.
+    """
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    stock = getattr(DynamicRendezvousHandler, "num_nodes_waiting", None)
+    if stock is None:
+        raise RuntimeError(f"torch {torch.__version__}: DynamicRendezvousHandler has no num_nodes_waiting; 2.13.0 has, and would end ranks with their store")
+    seen: dict[str, bool] = {}
+
+    def waiting(self: DynamicRendezvousHandler) -> int:
+        if not seen:
+            place = store_line.address(self._store)
+            seen["limited"] = place is not None and store_line.limit(place[1], seconds) > 0
+        if seen.get("lost"):
+            return 0
+        try:
+            return int(stock(self))
+        except RendezvousConnectionError:
+            seen["lost"] = True
+            return 0
+
+    DynamicRendezvousHandler.num_nodes_waiting = waiting  # type: ignore[method-assign]
 
 
 def restarted_by_torchrun() -> bool:

@@ -53,14 +53,15 @@ class Trainer:
             tio_megatron.apply(contract, vocab_size=config.shape.vocab)
         self.config, self.layout, self.contract, self.device = config, layout, contract, device
         sizes = layout.layout
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tp,
-            pipeline_model_parallel_size=sizes.pp,
-            context_parallel_size=sizes.cp,
-            expert_model_parallel_size=sizes.ep,
-            expert_tensor_parallel_size=sizes.expert_tp,
-            distributed_timeout_minutes=failure.patience() / 60,
-        )
+        with failure.Call(f"making the process groups of {layout}", torch.distributed.group.WORLD):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tp,
+                pipeline_model_parallel_size=sizes.pp,
+                context_parallel_size=sizes.cp,
+                expert_model_parallel_size=sizes.ep,
+                expert_tensor_parallel_size=sizes.expert_tp,
+                distributed_timeout_minutes=failure.patience() / 60,
+            )
         model_parallel_cuda_manual_seed(seed)
         fields = {"moe_token_dispatcher_type": layout.dispatcher} if config.shape.experts else {}
         self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_weighted_grads, calculate_per_token_loss=True, **fields)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -106,14 +107,15 @@ class Training:
             self.config = checkpoint.config
             if contract is not None:
                 tio_megatron.apply(contract, vocab_size=self.config.shape.vocab)
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tp,
-                pipeline_model_parallel_size=sizes.pp,
-                context_parallel_size=sizes.cp,
-                expert_model_parallel_size=sizes.ep,
-                expert_tensor_parallel_size=sizes.expert_tp,
-                distributed_timeout_minutes=failure.patience() / 60,
-            )
+            with failure.Call(f"making the process groups of {cut.layout}", dist.group.WORLD):
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=sizes.tp,
+                    pipeline_model_parallel_size=sizes.pp,
+                    context_parallel_size=sizes.cp,
+                    expert_model_parallel_size=sizes.ep,
+                    expert_tensor_parallel_size=sizes.expert_tp,
+                    distributed_timeout_minutes=failure.patience() / 60,
+                )
             model_parallel_cuda_manual_seed(recipe.seed)
             self.megatron = transformer_config(self.config, sizes, finalize_model_grads_func=finalize_model_grads, **self._fields())
             bare = gpt_model(self.config, self.megatron, vocab_size=padded_vocab(self.config, sizes), max_positions=recipe.longest)

@@ -20,7 +20,7 @@ from examples.qwen3_moe import ending, hosts
 from examples.qwen3_moe.pulse import Pulse
 from examples.qwen3_moe.starts import begin, begun, name_of_start, store_at
 from tio_megatron.checkpoint import CheckpointError
-from tio_megatron.collectives import failure, last_words
+from tio_megatron.collectives import failure, last_words, store_line
 
 Value = TypeVar("Value")
 
@@ -153,6 +153,8 @@ def join(limit: timedelta) -> Store:
     held = _first_listens(limit)
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
+        store_line.limit(int(os.environ["MASTER_PORT"]), limit.total_seconds())  # no answer of the store is waited for longer, were its cable pulled
     own = dist.PrefixStore(name_of_start(store, rank, size, limit), store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
     del held  # torch's own has taken its place

@@ -6,6 +6,7 @@ A host's ranks say it once; where each is to be heard, each has a host of its ow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -24,8 +25,8 @@ from netns_hosts import Host
 from examples.qwen3_moe.consistency_options import COLLECTIVES
 
 SECONDS = 10
-LEAVING = 8.0
-"""Seconds that torchrun may take to end once a rank of its host has."""
+LEAVING = 12.0
+"""Seconds that torchrun may take to end once a rank of its host has; a host with the store stays for 4 of them."""
 IN_CI = [(signal.SIGSTOP, "doubling")]
 """The others are slow together. SIGKILL is there too, above."""
 LACKING = network.missing()
@@ -39,25 +40,40 @@ def _needed() -> None:
 
 @dataclass
 class Told:
-    """What a host has said and when its launch script ended with which status: seconds from the harm."""
+    """What a host has said and when its launch script ended with which status: seconds from the harm. ``lines``: of its stderr."""
 
     line: str
     said: float
     status: int
     ended: float
+    lines: list[str]
 
 
 class Listener:
     """Reads what a host says while it says it."""
 
     def __init__(self, process) -> None:
-        self.process, self.lines = process, []
-        for pipe in (process.stdout, process.stderr):
-            threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
+        self.process, self.lines, self._wrong = process, [], []
+        self._readers = [threading.Thread(target=self._read, args=(pipe,), daemon=True) for pipe in (process.stdout, process.stderr)]
+        self.ended = 0.0
+        for reader in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+            reader.start()
+
+    def _wait(self) -> None:
+        self.process.wait()
+        self.ended = time.monotonic()
 
     def _read(self, pipe) -> None:
         for line in pipe:
             self.lines.append((time.monotonic(), line.rstrip()))
+            if pipe is self.process.stderr:
+                self._wrong.append(line.rstrip())
+
+    def errors(self) -> list[str]:
+        """What the process, which has ended, has said on stderr."""
+        for reader in self._readers:
+            reader.join(10)
+        return self._wrong
 
     def heard(self, text: str, seconds: float) -> tuple[float, str]:
         """The first line with ``text``, and when it came."""
@@ -78,22 +94,34 @@ def told(
     survivors: set[int],
     collectives: tuple[str, ...] = COLLECTIVES,
     all_end: bool = True,
+    *,
+    training: bool = False,
+    said_within: float = SECONDS + 20,
 ) -> dict[int, Told]:
-    """What ``survivors`` of ``hosts`` with ``ranks`` each are told after ``harm(hosts, processes by rank)``. ``all_end``: the other hosts end too."""
-    words = ["consistency", "--soak", "600", "--layouts", f"dp{hosts * ranks}", "--collectives", *collectives]
+    """What ``survivors`` of ``hosts`` with ``ranks`` each are told after ``harm(hosts, processes by rank)``. ``all_end``: the other hosts end too.
+
+    ``training``: not collectives, but a training that begins; the harm is done before its groups are made.
+    """
+    words = ["consistency", "--layouts", f"dp{hosts * ranks}"]
+    words += ["--sizes", "5", "--steps", "500"] if training else ["--soak", "600", "--collectives", *collectives]
+    begun = "sum of " if training else f"{hosts * ranks} ranks on {hosts} hosts: every collective has come back once"
     with network.hosts(hosts) as made:
         listeners = [Listener(process) for process in launched.start(made, folder, words, TIO_COLLECTIVE_SECONDS=str(SECONDS), TIO_RENDEZVOUS_SECONDS="60")]
         first = listeners[0]
-        first.heard(f"{hosts * ranks} ranks on {hosts} hosts: every collective has come back once", 120)
+        first.heard(begun, 120)
         places = {rank: process for host in made for rank, process in launched.ranks_on(host).items()}
         assert sorted(places) == list(range(hosts * ranks))
         began = time.monotonic()
         harm(made, places)
         found = {}
         for host in survivors:
-            said, line = listeners[host].heard("qwen3_moe: rank ", SECONDS + 20)
-            status = listeners[host].process.wait(60)
-            found[host] = Told(line, said - began, status, time.monotonic() - began)
+            said, line = listeners[host].heard("qwen3_moe: rank ", said_within)
+            deadline = time.monotonic() + 60
+            while not listeners[host].ended:
+                assert time.monotonic() < deadline, (host, listeners[host].lines)
+                time.sleep(0.02)
+            status = listeners[host].process.returncode
+            found[host] = Told(line, said - began, status, listeners[host].ended - began, listeners[host].errors())
         for number in set(range(hosts)) - survivors if all_end else ():
             listeners[number].process.wait(60)  # a stopped rank's torchrun finds the first host gone, and ends it
         left = [process for number, host in enumerate(made) for process in host.processes() if all_end or number in survivors]
@@ -116,6 +144,43 @@ def test_a_rank_killed_on_the_other_host(tmp_path):
     assert found[0].said < SECONDS and found[0].status == 1 and found[0].ended < found[0].said + LEAVING, found
     # torchrun ends the other rank of that host in the same moment.
     assert re.search(r"over ranks 0, 1, 2, 3: (rank 2 does not answer \(pid .*|)rank 3 does not answer \(pid \d+ on h1: killed, ", found[0].line), found
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_a_rank_killed_on_the_first_host(tmp_path, rank):
+    """The store that brought the ranks together is there; it stays until the other host's ranks have asked it."""
+    found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[rank], signal.SIGKILL), {0, 1})
+    assert (found[0].line, found[0].status) == (f"qwen3_moe: rank {rank} was ended by SIGKILL (out of memory?)", 137), found
+    assert found[1].said < SECONDS and found[1].status == 1 and found[1].ended < found[1].said + LEAVING, found
+    assert re.search(rf"over ranks 0, 1, 2, 3: (rank 0 does not answer \(pid .*|)rank {rank} does not answer \(pid \d+ on h0: killed, ", found[1].line), found
+    assert found[1].lines == [found[1].line], "one line, without frames of C++"
+
+
+def test_all_of_the_first_host_is_killed(tmp_path):
+    """With it the store ends: the others say that, and in which collective they waited for whom."""
+
+    def kill(hosts, ranks):
+        for number in hosts[0].processes():
+            with contextlib.suppress(ProcessLookupError):  # with the host's first process all of it goes
+                os.kill(number, signal.SIGKILL)
+
+    found = told(2, 2, tmp_path, kill, {1}, all_end=False)[1]
+    assert found.said < SECONDS and found.status == 1 and found.ended < found.said + LEAVING, found
+    assert re.search(
+        r"over ranks 0, 1, 2, 3: rank 0 does not answer \(pid .*rank 1 does not answer \(pid .*the store .*, at 10\.77\.0\.1:\d+, has ended", found.line
+    ), found
+    assert found.lines == [found.line], "one line, without frames of C++"
+
+
+def test_the_first_host_is_cut_off_while_groups_are_made(tmp_path):
+    """The store is behind that cable: whoever asks it hears nothing, and torch itself would wait for an answer until the cable is back."""
+    found = told(2, 2, tmp_path, lambda hosts, ranks: hosts[0].link(False), {0, 1}, training=True, said_within=90)
+    for host, heard in found.items():
+        away = [2, 3] if host == 0 else [0, 1]
+        assert heard.status == 1 and heard.ended < heard.said + LEAVING, found
+        says = rf"making the process groups of .* over ranks 0, 1, 2, 3: rank {away[0]} does not answer \(pid .*rank {away[1]} does"
+        assert re.search(says, heard.line), found
+        assert heard.lines == [heard.line], "one line, without a traceback"
 
 
 @pytest.mark.parametrize(
