@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.rounding import one_rounding
 from tio_megatron.verify.diagnosis.rules import Rule, relative, rounded
 
 MOST = 16
@@ -107,9 +109,28 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
         yield rule(probabilities=probabilities, scores=scores)
     for mask in list(masks)[1:]:
         yield rule(mask)
-    for scale in (1 / width, 1.0, (width * heads.q.shape[1]) ** -0.5, width**-0.5 * 1.44269504):
+    usual = heads.attend(own).reshape(-1, *shape)
+    fitted = [_scale_of(heads, own, side[heads.rows]) for side in case.sides if relative(usual, side[heads.rows]) > one_rounding(side.dtype)]
+    for scale in dict.fromkeys([1 / width, 1.0, (width * heads.q.shape[1]) ** -0.5, width**-0.5 * 1.44269504, *fitted]):
         yield rule(scale=scale)
     yield rule(grouping="strided")
+
+
+def _scale_of(heads: Heads, visible: torch.Tensor, out: torch.Tensor) -> float:
+    """The factor of the scores that explains ``out`` [r, ...] best, from a thirtieth to thirty times the usual one."""
+    usual, scores = heads.q.shape[-1] ** -0.5, heads.scores(1.0)
+    low, high, best = -3.4, 3.4, (0.0, float("inf"))
+    for _ in range(7):
+        grid = torch.linspace(low, high, 15, dtype=torch.float64).tolist()
+        for exponent in grid:
+            error = relative(heads.attend(visible, scores * (usual * math.exp(exponent))).reshape(out.shape), out)
+            if error < best[1]:
+                best = (exponent, error)
+        step = (high - low) / 14
+        low, high = best[0] - step, best[0] + step
+    factor = math.exp(best[0])
+    nice = round(factor, 2)
+    return usual * (nice if abs(nice - factor) < 2e-3 * factor else factor)
 
 
 def first_visible(heads: Heads, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,8 @@ from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.orders import Found, combine_orders, search
-from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding, narrow_type, order_finding, passes_of
+from tio_megatron.verify.diagnosis.orders_of import narrow_type, order_finding, passes_of
+from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative, rounded
 from tio_megatron.verify.traces.points import SCALED
 
@@ -69,7 +70,11 @@ def combine(case: Case) -> Finding | None:
         other = _orders(case, whole, ids)
         if all(x.name or y.name for x, y in zip(found, other, strict=True)):
             return _rounded_rows(case, found, other, line)
-    if all(side.name for side in found) or looks_like_rounding(max(explained.a.error, explained.b.error), _narrow(case)):
+    if all(side.name for side in found):
+        return order_finding(case, found, [line])
+    if faults.constant(case) or too_large_alone(case):
+        return None
+    if looks_like_rounding(max(explained.a.error, explained.b.error), _narrow(case)):
         return order_finding(case, found, [line])
     return None
 

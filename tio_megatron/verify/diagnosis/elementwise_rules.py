@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.rope_places import in_words, turned_by
 from tio_megatron.verify.diagnosis.rules import Rule, rounded
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
@@ -63,11 +64,14 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             squares = var.square()
             if cast == "variance too":
                 squares = rounded(squares, dtype)
-            r = (squares.mean(-1, keepdim=True) + eps_).rsqrt().to(torch.float32).to(torch.float64)
+            mean_square = squares.mean(-1, keepdim=True)
+            if cast.startswith("variance itself"):
+                mean_square = rounded(mean_square, torch.bfloat16)
+            r = (mean_square + eps_).rsqrt().to(torch.float32).to(torch.float64)
             scale = {"weight": w, "1 + weight": 1 + w, "none": torch.ones_like(w)}[form]
-            if cast == "after the weight":
+            if cast in ("after the weight", "variance itself to bf16"):
                 out = (v * r).to(torch.float32).to(torch.float64) * scale
-            elif cast == "before the weight":
+            elif cast in ("before the weight", "variance itself to bf16, before the weight"):
                 out = rounded(v * r, dtype) * scale
             elif cast == "weight first":
                 out = rounded(v * scale, dtype) * r
@@ -91,23 +95,32 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             yield rule(cast, "unrounded sum")
             yield rule(cast, "unrounded sum", "sum")
             yield rule(cast, "sum", "unrounded sum")
-    for cast in ("low precision", "variance too", "weight first"):
+    for cast in ("low precision", "variance too", "weight first", "variance itself to bf16", "variance itself to bf16, before the weight"):
         yield rule(cast)
     fitted = [_epsilon(side[case.rows].to(torch.float64).reshape(-1, width), source["sum"], w) for side in case.sides]
-    for eps in {*case.fact("norm_eps"), *_EPSILONS, *(eps for eps in fitted if eps > 0)}:
-        yield rule(eps=float(eps))
-        yield rule("before the weight", eps=float(eps))
+    nice = [float(f"{eps:.{digits}e}") for digits in (0, 1, 3) for eps in fitted if eps > 0]
+    for eps in dict.fromkeys([*map(float, case.fact("norm_eps")), *_EPSILONS, *nice]):
+        yield rule(eps=eps)
+        yield rule("before the weight", eps=eps)
     yield rule(form="1 + weight")
     yield rule(form="none")
     yield rule(mean="mean subtracted")
 
 
 def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-    """The epsilon that gives ``out`` [n, width] from ``x``, to two digits; 0 if it cannot be told from rounding."""
+    """The epsilon that gives ``out`` [n, width] from ``x``; 0 if it cannot be told from rounding.
+
+    Rows of small variance tell it best: the error of a row's estimate grows with its variance, so each counts by the inverse square of it.
+    """
     weighted = x * w
     r = (out * weighted).sum(-1) / weighted.square().sum(-1).clamp_min(1e-30)
-    found = float((1 / r.square() - x.square().mean(-1)).median())
-    return float(f"{found:.1e}") if math.isfinite(found) and found > 1e-7 else 0.0
+    variance = x.square().mean(-1)
+    estimates, counts = 1 / r.square() - variance, 1 / variance.clamp_min(1e-12).square()
+    real = estimates.isfinite()
+    if not bool(real.any()):
+        return 0.0
+    found = float((estimates[real] * counts[real]).sum() / counts[real].sum())
+    return found if math.isfinite(found) and 1e-13 < found < 1e3 else 0.0
 
 
 def rope_rules(case: Case) -> Iterator[Rule]:
@@ -127,9 +140,25 @@ def rope_rules(case: Case) -> Iterator[Rule]:
         own = recorded[rows].reshape(-1).to(torch.float64)
     thetas = [float(theta) for theta in case.fact("rope_theta", 1e6)]
 
-    def rule(table: str = "fp32/fp64/fp32", positions: str = "own", theta: float = thetas[0], turn: str = "halves", arithmetic: str = "one rounding") -> Rule:
+    places = {"own": own, "all 0": own * 0, "run on over the pack": rows.to(torch.float64)}
+    scaled: dict[str, torch.Tensor] = {}
+    for theta in thetas:
+        for side in case.sides:
+            solved = turned_by(v, side[rows].to(torch.float64).reshape(v.shape), theta)
+            said = in_words(solved, own) if solved is not None else None
+            if said is not None:
+                (places if said[0] == "positions" else scaled).setdefault(said[1], said[2])
+
+    def rule(
+        table: str = "fp32/fp64/fp32",
+        positions: str = "own",
+        theta: float = thetas[0],
+        turn: str = "halves",
+        arithmetic: str = "one rounding",
+        scaling: str = "",
+    ) -> Rule:
         def compute() -> torch.Tensor:
-            place = {"own": own, "one later": own + 1, "one earlier": own - 1, "all 0": own * 0, "run on over the pack": rows.to(torch.float64)}[positions]
+            place = scaled[scaling] if scaling else places[positions]
             frequencies, angles, values = table.split("/")
             inverse = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
             if frequencies != "fp64":
@@ -146,15 +175,24 @@ def rope_rules(case: Case) -> Iterator[Rule]:
                 return torch.cat([low_half, high_half], dim=-1).reshape(shape)
             return torch.stack([low_half, high_half], dim=-1).reshape(shape)
 
-        axes = {"rope-table": _table_name(table), "positions": positions, "rope-theta": f"{theta:g}", "rope-pairs": turn, "extra-rounding": arithmetic}
+        axes = {
+            "rope-table": _table_name(table),
+            "positions": positions,
+            "rope-theta": scaling or f"{theta:g}",
+            "rope-pairs": turn,
+            "extra-rounding": arithmetic,
+        }
         return Rule(axes, compute)
 
     for arithmetic in ("one rounding", "every product rounded"):
         for table in _TABLES:
             yield rule(table, arithmetic=arithmetic)
-        for positions in ("one later", "one earlier", "all 0", "run on over the pack"):
+        for positions in list(places)[1:]:
             yield rule(positions=positions, arithmetic=arithmetic)
             yield rule("fp32/fp64/bf16", positions=positions, arithmetic=arithmetic)
+        for scaling in scaled:
+            yield rule(scaling=scaling, arithmetic=arithmetic)
+            yield rule("fp32/fp64/bf16", scaling=scaling, arithmetic=arithmetic)
         for theta in {*thetas, *_THETAS} - {thetas[0]}:
             yield rule(theta=theta, arithmetic=arithmetic)
             yield rule("fp32/fp64/bf16", theta=theta, arithmetic=arithmetic)

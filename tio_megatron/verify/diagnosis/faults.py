@@ -9,7 +9,7 @@ from tio_megatron.verify.diagnosis.attention_rules import heads_of
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
-from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding
+from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, one_rounding
 from tio_megatron.verify.diagnosis.rules import relative
 
 
@@ -189,7 +189,11 @@ def constant(case: Case) -> Finding | None:
     a, b = (side[case.rows].to(torch.float64) for side in case.sides)
     ratio = float((a * b).sum() / (a * a).sum().clamp_min(1e-30))
     gap = relative(a, b)
-    if abs(ratio - 1) > 5e-3 and relative(a * ratio, b) < 0.1 * gap:
+    left = relative(a * ratio, b)
+    noise = max(one_rounding(kind) for kind in case.dtypes)
+    far = abs(ratio - 1) / max(abs(ratio), 1e-30)  # of B, as the gap is
+    # Rounding leaves the mean factor at 1: one that makes up most of the difference was multiplied.
+    if a.numel() >= 64 and far > max(0.7 * gap, 2e-6) and (left < 0.1 * gap or left <= noise < far):
         return Finding("framework", "scale", details={"ratio": ratio}, evidence=(f"B is {ratio:.6g} times A",), cure=CURES["scale"])
     return None
 

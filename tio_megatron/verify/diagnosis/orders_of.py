@@ -13,18 +13,10 @@ from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.orders import Found, product_orders, search
 from tio_megatron.verify.diagnosis.products import Product
 
-_ROUNDING = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-10}
-"""Relative error up to which a result may be the exact one, added in some order and rounded on the way."""
 
-
-def looks_like_rounding(error: float, dtype: torch.dtype) -> bool:
-    """Whether a side that is ``error`` away from the exact result may differ by order alone."""
-    return error <= _ROUNDING.get(dtype, 1e-4)
-
-
-def product_order(case: Case, made: Product) -> tuple[Found, Found]:
-    """Which order each side used for a matrix product."""
-    low = narrow_type(case)
+def product_order(case: Case, made: Product, narrow: bool = False) -> tuple[Found, Found]:
+    """Which order each side used for a matrix product; ``narrow``: bf16 partial sums are tried in an fp32 model too."""
+    low = narrow_type(case) or (torch.bfloat16 if narrow else None)
     return search(product_orders(made.terms, made.columns, made.width, low), made.a, made.b, passes_of(case, made.rows))
 
 
@@ -40,7 +32,7 @@ def order_finding(case: Case, found: tuple[Found, Found] | None, evidence: list[
             lines.append(f"{name.upper()}: {way.name}{more}" if way.name else f"{name.upper()}: no known order gives these bytes")
         if not any(way.name for way in found):
             lines.append(
-                "the pieces inside a vendor's kernel are not known here; that it is the order follows from equal inputs and the size of the difference"
+                "the pieces inside a vendor's kernel are not known here; that it is the order follows from equal inputs and a difference below one rounding"
             )
     side = ""
     if found and cause in ("order-by-owner", "order-by-size"):

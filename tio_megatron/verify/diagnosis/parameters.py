@@ -78,17 +78,24 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
         for side, rough, fine in (("B", q, p), ("A", p, q)):
             if np.abs(_rounded(fine, narrow) - rough).max() <= 1e-12 * max(1.0, np.abs(fine).max()) and gap < 0.1:
                 return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to {narrow}")
+    if whole[0] is not None and whole[1] is not None and whole[0].dim() == 2 and whole[0].shape == whole[1].shape:
+        turned = [w.double().t().reshape(-1).numpy() for w in whole if w is not None]
+        if np.array_equal(turned[0], q) or np.array_equal(turned[1], p):
+            return _finding("weights-transposed", name, "", "one side holds the other's transpose, read in the shape of the parameter")
     if whole[0] is not None and whole[1] is not None and whole[0].dim() == 2:
         rows_a, rows_b = (np.sort(w.double().numpy().view(np.float64).sum(1)) for w in whole if w is not None)
         if correlation < 0.9 and np.array_equal(rows_a, rows_b):
             return _finding("weights-rows", name, "", "both sides hold the same rows in another order")
+    if whole[0] is not None and p.size > 2 and np.array_equal(np.sort(p), np.sort(q)):
+        return _finding("weights-rows", name, "", "both sides hold the same elements in another order")
     if correlation > 0.3 or gap < 0.5:
         return _finding(
             "weights-stale", name, "", f"relative difference {gap:.3g}, correlation {correlation:.4f}: another version of the same parameter", gap=gap
         )
     spread = [float(np.std(values)) for values in (p, q)]
     said = (
-        f"correlation {correlation:.3f}: the values have nothing to do with each other (spread {spread[0]:.3g} and {spread[1]:.3g}), one side was never loaded"
+        f"correlation {correlation:.3f}: the values have nothing to do with each other (spread {spread[0]:.3g} and {spread[1]:.3g}): "
+        "another tensor, or one side was never loaded"
     )
     return _finding("weights-missing", name, "", said)
 

@@ -20,7 +20,7 @@ class Product:
     """Output elements chosen to be looked at: rows times columns, some that differ among them.
 
     ``x`` [r, K] and ``w`` [r, c, K] operands in fp64, ``a`` and ``b`` [r, c] as recorded, ``rows`` [r] rows of the trace, ``columns`` [r, c] output columns of
-    ``width``, ``parameters`` the HF names in use.
+    ``width``, ``parameters`` the HF names in use, ``names`` [r] that of each row where rows have parameters of their own.
     """
 
     x: torch.Tensor
@@ -31,6 +31,7 @@ class Product:
     columns: torch.Tensor
     width: int
     parameters: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def terms(self) -> torch.Tensor:
@@ -105,7 +106,8 @@ def _expert_product(case: Case) -> Product | None:
         weights[expert] = found[columns].to(torch.float64)
     w = torch.stack([weights[expert] for expert in experts])
     names = tuple(case.point.weights[0].replace("*", str(expert)) for expert in sorted(set(experts)))
-    return Product(x.to(torch.float64), w, a[:, columns], b[:, columns], rows, columns.expand(len(rows), -1), int(case.sides[0].shape[2]), names)
+    each = tuple(case.point.weights[0].replace("*", str(expert)) for expert in experts)
+    return Product(x.to(torch.float64), w, a[:, columns], b[:, columns], rows, columns.expand(len(rows), -1), int(case.sides[0].shape[2]), names, each)
 
 
 def product_rules(case: Case, made: Product) -> Iterator[Rule]:
@@ -121,8 +123,8 @@ def product_rules(case: Case, made: Product) -> Iterator[Rule]:
         return Rule({"dtype": what}, compute)
 
     yield rule("as recorded")
-    for dtype in (torch.bfloat16, torch.float16):
-        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8 (e4m3)"}.get(dtype, "fp8 (e5m2)")
         yield rule(f"weight to {name}", w=dtype)
         yield rule(f"input to {name}", x=dtype)
         yield rule(f"weight and input to {name}", x=dtype, w=dtype)
@@ -135,7 +137,12 @@ def product_rules(case: Case, made: Product) -> Iterator[Rule]:
 def other_parameters(case: Case, made: Product, side: str, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(what, result [r, c]) of the product with a wrong parameter in place of the recorded one ``name``."""
     weight = case.weight(name)
-    if weight is None or len(made.parameters) != 1:
+    if weight is None:
+        return
+    if case.point.op == "expert_product":
+        twin = {"gate": "up", "up": "gate"}.get(case.point.part.removeprefix("expert_"))
+        if twin:
+            yield f"the {twin} projections of the same experts", _of_twin(case, made, twin)
         return
     columns = made.columns[0]
     if weight.shape[0] == weight.shape[1]:
@@ -152,3 +159,14 @@ def other_parameters(case: Case, made: Product, side: str, name: str) -> Iterato
             found = case.weight(other)
             if found is not None:
                 yield f"the parameter {other}", made.x @ found[columns].to(torch.float64).t()
+
+
+def _of_twin(case: Case, made: Product, twin: str) -> torch.Tensor:
+    """[r, c] the rows of ``made`` with the gate projections for the up projections, or the other way round; NaN where they were not kept."""
+    out = torch.full(made.a.shape, float("nan"), dtype=torch.float64)
+    part = case.point.part.removeprefix("expert_")
+    for i, name in enumerate(made.names):
+        weight = case.weight(name.replace(f"{part}_proj", f"{twin}_proj"))
+        if weight is not None and weight.shape[1] == made.x.shape[1]:
+            out[i] = weight[made.columns[i]].to(torch.float64) @ made.x[i]
+    return out

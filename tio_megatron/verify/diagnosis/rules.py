@@ -6,22 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+
+from tio_megatron.verify.diagnosis.rounding import one_rounding
 
 CLEAR = 0.5
 """A rule explains a side better than another if its error is below this part of the other's,"""
 
 EXPLAINS = 0.35
-"""and explains it at all if its error is below this part of the difference between the sides,"""
+"""and explains it at all if its error is below this part of the difference between the sides, and no more than rounding, or nearly nothing of it:"""
 
-REMAINS = {torch.bfloat16: 0.03, torch.float16: 0.01}
-LEFT = 0.05
-"""and what it leaves is rounding (of these types; 1e-4 of wider ones), or below this part of that difference. A rule that leaves more is not the formula,
-however much better than the others it is."""
+NEARLY_ALL = 0.03
+"""this part of the difference may stay unexplained where that is more than rounding (a constant that was fitted)."""
 
-ALIKE = 1.25
-"""Rules whose errors are within this factor explain a side equally well: the one closest to the usual is taken."""
+ALIKE = 1.3
+"""Rules whose errors are within this factor of each other explain a side equally well: the one that changes least is taken."""
 
 FINE = frozenset(
     {"norm-cast", "norm-epsilon", "residual-rounding", "extra-rounding", "rope-table", "dtype", "router-sum-order", "router-dtype", "logprob-dtype"}
@@ -53,13 +54,14 @@ class Fit:
 @dataclass(frozen=True)
 class Explained:
     """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference.
-    ``usual``: the first rule of the table."""
+    ``usual``: the first rule of the table. ``ambiguous``: other pairs of rules explain the sides as well, by other axes or with the other side departing."""
 
     a: Fit
     b: Fit
     axes: tuple[str, ...]
     gap: float
     usual: Rule
+    ambiguous: tuple[str, ...] = ()
 
 
 def relative(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -81,22 +83,44 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     if not fits:
         return None
     gap = relative(a, b)
-    best_a, best_b = (_closest(fits, side) for side in (1, 2))
-    remains = max(REMAINS.get(side.dtype, 1e-4) for side in (a, b))
+    usual = fits[0][0]
+    limits = [min(EXPLAINS * gap, max(one_rounding(side.dtype), NEARLY_ALL * gap)) for side in (a, b)]
+    good_a, good_b = _alike(fits, 1), _alike(fits, 2)
+    pairs = [
+        (x, y) for x in good_a for y in good_b if x[1] < CLEAR * y[1] and y[2] < CLEAR * x[2] and x[1] < limits[0] and y[2] < limits[1] and x[0].against(y[0])
+    ]
     # One rule for both, unless each side has one of its own that is clearly better there than the other side's.
-    apart = best_a[1] < CLEAR * best_b[1] and best_b[2] < CLEAR * best_a[2] and max(best_a[1], best_b[2]) < min(EXPLAINS * gap, max(LEFT * gap, remains))
-    axes = tuple(sorted(best_a[0].against(best_b[0]), key=lambda axis: axis in FINE)) if apart else ()
-    if not axes:
+    if not pairs or any(x[0] is y[0] for x in good_a for y in good_b):
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
-        best_a = best_b = shared
-    return Explained(Fit(best_a[0], best_a[1]), Fit(best_b[0], best_b[2]), axes, gap, fits[0][0])
+        return Explained(Fit(shared[0], shared[1]), Fit(shared[0], shared[2]), (), gap, usual)
+
+    def changes(pair: tuple[_Tried, _Tried]) -> tuple[int, int, int]:
+        between = pair[0][0].against(pair[1][0])
+        return len(set(between) - FINE), len(pair[0][0].against(usual)) + len(pair[1][0].against(usual)), len(between)
+
+    least = min(map(changes, pairs))
+    chosen = [pair for pair in pairs if changes(pair) == least]
+    best = chosen[0]
+    axes = _axes(best)
+    other = tuple(dict.fromkeys(_axes(pair)[0] for pair in chosen if _axes(pair)[0] != axes[0] or _off(pair, axes[0], usual) != _off(best, axes[0], usual)))
+    return Explained(Fit(best[0][0], best[0][1]), Fit(best[1][0], best[1][2]), axes, gap, usual, other)
 
 
-def _closest(fits: list[tuple[Rule, float, float]], side: int) -> tuple[Rule, float, float]:
-    """Of the rules that reproduce a side (1 A, 2 B) as well as the best, the one with the fewest axes that are not the usual rule's."""
-    errors = [fit[1] if side == 1 else fit[2] for fit in fits]
-    alike = [fit for fit, error in zip(fits, errors, strict=True) if error <= ALIKE * min(errors)]
-    return min(alike, key=lambda fit: len(fit[0].against(fits[0][0])))
+_Tried = tuple[Rule, float, float]
+
+
+def _alike(fits: list[_Tried], column: Literal[1, 2]) -> list[_Tried]:
+    """The rules that explain a side (its errors are ``column``) as well as the best one does."""
+    limit = ALIKE * min(fit[column] for fit in fits)
+    return [fit for fit in fits if fit[column] <= limit]
+
+
+def _axes(pair: tuple[_Tried, _Tried]) -> tuple[str, ...]:
+    return tuple(sorted(pair[0][0].against(pair[1][0]), key=lambda axis: axis in FINE))
+
+
+def _off(pair: tuple[_Tried, _Tried], axis: str, usual: Rule) -> tuple[bool, ...]:
+    return tuple(side[0].axes[axis] != usual.axes[axis] for side in pair)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

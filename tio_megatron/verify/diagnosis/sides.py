@@ -52,6 +52,8 @@ def departing(explained: Explained, stated: dict[str, Sequence[object]]) -> tupl
         stated: distinct values of the facts in ``_STATED``, A's first.
     """
     axis = explained.axes[0]
+    if explained.ambiguous:
+        return "", "other rules explain the sides as well: " + ", ".join(explained.ambiguous)
     values = {"A": explained.a.rule.axes[axis], "B": explained.b.rule.axes[axis]}
     fine = _USUAL.get(axis, (explained.usual.axes[axis],))
     usual = fine[0]

@@ -15,9 +15,11 @@ from tio_megatron.verify.diagnosis.combine import combine, combined_from
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.head_rules import counted_rows, head_rules, targets_of
-from tio_megatron.verify.diagnosis.orders_of import looks_like_rounding, order_finding, product_order
+from tio_megatron.verify.diagnosis.held import not_other_weights, rows_of
+from tio_megatron.verify.diagnosis.orders_of import order_finding, product_order
 from tio_megatron.verify.diagnosis.parameters import differing, explain_parameter
 from tio_megatron.verify.diagnosis.products import Product, other_parameters, product_of, product_rules
+from tio_megatron.verify.diagnosis.rounding import in_its_type, looks_like_rounding, sum_rounding, too_large_alone
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain, relative
 from tio_megatron.verify.diagnosis.sides import departing, with_reason
@@ -28,6 +30,7 @@ from tio_megatron.verify.traces.reader import Trace, Unfinished
 _RENAMED = {"visible": "mask"}
 """Axes whose name is not the cause's."""
 _RECORD_AGAIN = "Record that side again: its trace is damaged (a full disk, a copy cut short), or its recorder lost tokens."
+_LOOK = "Compare this operator's code on both sides: inputs and parameters are equal."
 
 
 def diagnose(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:
@@ -44,7 +47,7 @@ def diagnose(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:
 
 def _walk(a: Trace, b: Trace) -> Finding:
     graph = a.graph + [point for point in b.graph if point.name not in {known.name for known in a.graph}]
-    compared = 0
+    compared = rows_compared = rows_recorded = 0
     for point in graph:
         if point.name not in a.recorded or point.name not in b.recorded:
             continue
@@ -52,6 +55,8 @@ def _walk(a: Trace, b: Trace) -> Finding:
         columns = (a.columns(point.name), b.columns(point.name))
         both = (columns[0] > 0) & (columns[1] > 0)
         compared += bool(both.any())
+        rows_compared += int(both.sum())
+        rows_recorded += int(((columns[0] > 0) | (columns[1] > 0)).sum())
         if shapes[0] != shapes[1]:
             if both.any():
                 text = f"rows of {shapes[0]} in A and of {shapes[1]} in B"
@@ -70,7 +75,9 @@ def _walk(a: Trace, b: Trace) -> Finding:
     if unused:
         found = replace(explain_parameter(a, b, unused[0]), compared=compared)
         return found.noting(f"{len(unused)} parameters differ, but no recorded point does: no token used them")
-    return Finding("equal", compared=compared, one_sided=len(gaps), evidence=tuple(gaps[:4]), cure=_RECORD_AGAIN if gaps else "")
+    counted = f"compared: {rows_compared} of {rows_recorded} rows (tokens at points) that either side recorded at these points"
+    evidence = (*([counted] if compared else []), *gaps[:4])
+    return Finding("equal", compared=compared, one_sided=len(gaps), evidence=evidence, cure=_RECORD_AGAIN if gaps else "")
 
 
 def _require_comparable(a: Trace, b: Trace) -> None:
@@ -139,8 +146,11 @@ def _by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
         return _framework(case, explained)
     dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
     worst = max(explained.a.error, explained.b.error)
-    if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst, dtype):
-        if case.point.op in ("rope", "swiglu", "add", "embedding", "scaling"):  # nothing is added up there, so there is no order
+    if faults.constant(case) or too_large_alone(case):
+        return None
+    summed = case.point.op not in ("rope", "swiglu", "add", "embedding", "scaling")
+    if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst if summed else worst / 2, dtype):
+        if not summed:  # so there is no order
             said = (*_same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
             return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
         return order_finding(case, None, _same_formula(explained))
@@ -180,32 +190,44 @@ def _product(case: Case) -> Finding | None:
     assert explained is not None
     if explained.axes:
         return _framework(case, explained)
+    made = replace(made, a=in_its_type(made.a), b=in_its_type(made.b))
     errors = relative(made.exact().to(made.a.dtype), made.a), relative(made.exact().to(made.b.dtype), made.b)
-    dtype = made.a.dtype if made.a.dtype == made.b.dtype else max(made.a.dtype, made.b.dtype, key=lambda kind: -kind.itemsize)
-    if not looks_like_rounding(max(errors), dtype):
-        return _not_its_weights(case, made, errors)
-    return order_finding(case, product_order(case, made), _same_formula(explained))
+    limits = [sum_rounding(made.terms, side.dtype) for side in (made.a, made.b)]
+    narrow = any(error > limit for error, limit in zip(errors, limits, strict=True))
+    orders = product_order(case, made, narrow)
+    if all(each.name for each in orders):
+        said = _same_formula(explained) if not narrow else [f"relative to the exact result A is off by {errors[0]:.2g}, B by {errors[1]:.2g}"]
+        return order_finding(case, orders, said)
+    if narrow:
+        return _not_its_weights(case, made, errors, limits)
+    if faults.garbage(case) or faults.constant(case) or too_large_alone(case):
+        return None
+    return order_finding(case, orders, _same_formula(explained))
 
 
-def _not_its_weights(case: Case, made: Product, errors: tuple[float, float]) -> Finding | None:
+def _not_its_weights(case: Case, made: Product, errors: tuple[float, float], limits: list[float]) -> Finding | None:
+    """A product that is off by more than rounding: with another parameter, with an old copy of its own, or for a reason that is not known."""
     if case.point.op == "product" and (found := faults.garbage(case)):
         return found
     side = "A" if errors[0] > errors[1] else "B"
     out = made.a if side == "A" else made.b
     name = made.parameters[0]
-    for what, product in other_parameters(case, made, side, name):
-        if relative(product.to(out.dtype), out) < 0.05 * max(errors):
-            cause = {"transposed": "weights-transposed", "halves swapped": "weights-rows"}.get(what, "weights-moved")
-            said = f"{side} computes the product with {what}, though it recorded the same parameter as the other side"
-            return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
-    orders = product_order(case, made)
-    if all(each.name for each in orders):
-        return order_finding(case, orders, [f"relative to the exact result A is off by {errors[0]:.2g}, B by {errors[1]:.2g}"])
+    right = [error <= limit for error, limit in zip(errors, limits, strict=True)]
+    if any(right):
+        for what, product in other_parameters(case, made, side, name):
+            if relative(product.to(out.dtype), out) < min(0.05 * max(errors), 2 * limits["AB".index(side)]) or torch.equal(product.to(out.dtype), out):
+                cause = {"transposed": "weights-transposed", "halves swapped": "weights-rows"}.get(what, "weights-moved")
+                said = f"{side} computes the product with {what}, though it recorded the same parameter as the other side"
+                return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
     if scaled := faults.constant(case):
         return scaled
     said = f"the parameter is the same on both sides; A's rows follow from it and their inputs within {errors[0]:.2g}, B's within {errors[1]:.2g}"
-    if min(errors) > 0.5 * max(errors):
-        return None
+    if not any(right):
+        return Finding("unknown", "", evidence=(said, f"rounding explains {max(limits):.2g} at most"), cure=_LOOK)
+    reason = too_large_alone(case) or not_other_weights(rows_of(case, made, side), out.dtype)
+    if reason:
+        why = f"{side} is off by more than rounding ({max(limits):.2g}), and not as by an old copy of the weights: {reason}"
+        return Finding("unknown", "", evidence=(said, why), cure=_LOOK)
     return Finding(
         "weights", "stale-copy", parameter=name, side=side, evidence=(said, f"{side} computes with other numbers than it holds"), cure=CURES["stale-copy"]
     )
@@ -225,7 +247,7 @@ def _attention(case: Case) -> Finding | None:
             return replace(found, cause="packing", side=side, side_reason="", cure=CURES["packing"])
         return found
     dtype = min(case.dtypes, key=lambda kind: kind.itemsize)
-    if looks_like_rounding(max(explained.a.error, explained.b.error), dtype):
+    if looks_like_rounding(max(explained.a.error, explained.b.error), dtype) and not faults.constant(case) and not too_large_alone(case):
         return order_finding(case, None, _same_formula(explained))
     if moved := window(case, heads):
         cause, evidence, side = moved
@@ -250,7 +272,7 @@ def _head(case: Case) -> Finding | None:
         evidence, side = counted
         return Finding("framework", "vocab-padding", side=side, evidence=tuple(evidence), cure=CURES["vocab-padding"])
     worst = max(explained.a.error, explained.b.error)
-    if looks_like_rounding(worst, min(case.dtypes, key=lambda kind: kind.itemsize)):
+    if looks_like_rounding(worst, min(case.dtypes, key=lambda kind: kind.itemsize)) and not too_large_alone(case):
         return order_finding(case, None, _same_formula(explained))
     return None
 
@@ -339,8 +361,11 @@ def _without_tensors(case: Case) -> Finding:
 def _unexplained(case: Case) -> Finding:
     a, b = (side[case.rows] for side in case.sides)
     said = f"equal inputs; the outputs differ by {relative(a, b):.2g}, and no known rule or order gives them"
+    few = too_large_alone(case)
+    if few:
+        said += f"; {few}"
     training = [bool(side.facts.get("training")) for side in (case.a, case.b)]
     if training[0] != training[1]:
         side = "A" if training[0] else "B"
         return Finding("framework", "dropout", side=side, evidence=(said, f"{side} runs in training mode"), cure=CURES["dropout"])
-    return Finding("unknown", "", evidence=(said,), cure="Compare this operator's code on both sides.")
+    return Finding("unknown", "", evidence=(said,), cure=_LOOK)
