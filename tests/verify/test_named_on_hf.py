@@ -103,7 +103,22 @@ def swap_k_and_v(model):
     v.copy_(held)
 
 
+def bias(model):
+    module(model, "model.layers.1.self_attn.o_proj").register_forward_hook(lambda _, x, y: y + 0.05 * torch.linspace(-1, 1, y.shape[-1]).to(y.dtype))
+
+
+def one_token(model):
+    def change(_, x, y):
+        y = y.clone()
+        y[:, 3, 7] += 0.05
+        return y
+
+    module(model, "model.layers.1.self_attn.o_proj").register_forward_hook(change)
+
+
 CASES = {
+    "a bias": ("float32", bias, "unknown", "", "layers.1.o_proj"),
+    "one element": ("float32", one_token, "unknown", "", "layers.1.o_proj"),
     "norm cast": ("bfloat16", forward("model.norm", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)), "framework", "norm-cast", "final_norm"),
     "layer norm": ("float32", forward("model.layers.1.input_layernorm", layer_norm), "framework", "norm-mean", "layers.1.attn_norm"),
     "theta": ("bfloat16", frequencies(lambda f: 1 / 500000 ** (torch.arange(0, 32, 2) / 32)), "framework", "rope-theta", "layers.0.q_rope"),

@@ -221,6 +221,8 @@ def _not_its_weights(case: Case, made: Product, errors: tuple[float, float], lim
                 return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
     if scaled := faults.constant(case):
         return scaled
+    if case.point.op == "product" and (other := _no_weight_does(case, made)):
+        return other
     said = f"the parameter is the same on both sides; A's rows follow from it and their inputs within {errors[0]:.2g}, B's within {errors[1]:.2g}"
     if not any(right):
         return Finding("unknown", "", evidence=(said, f"rounding explains {max(limits):.2g} at most"), cure=_LOOK)
@@ -231,6 +233,19 @@ def _not_its_weights(case: Case, made: Product, errors: tuple[float, float], lim
     return Finding(
         "weights", "stale-copy", parameter=name, side=side, evidence=(said, f"{side} computes with other numbers than it holds"), cure=CURES["stale-copy"]
     )
+
+
+def _no_weight_does(case: Case, made: Product) -> Finding | None:
+    """Another weight changes every token, and each by its own inputs."""
+    gap = (made.a.to(torch.float64) - made.b.to(torch.float64)).nan_to_num()
+    size = float(gap.square().mean().sqrt())
+    if len(gap) >= 4 and size > 0 and float((gap - gap.mean(0)).square().mean().sqrt()) < 0.1 * size:
+        said = "the sides differ by the same numbers at every token, whatever its inputs are: one side adds a bias"
+        return Finding("unknown", "", evidence=(said,), cure="Look for a bias of this product that the checkpoint has not, or that one side leaves out.")
+    if 2 * case.differs.sum() < case.compared.sum():
+        said = f"only {int(case.differs.sum())} of {int(case.compared.sum())} tokens differ, and by more than rounding; another weight would change all"
+        return Finding("unknown", "", evidence=(said,), cure="Compare what this operator does with those tokens on both sides.")
+    return None
 
 
 def _attention(case: Case) -> Finding | None:
