@@ -70,6 +70,7 @@ def start_torchrun(argv: list[str]) -> int:
 
         if job == "consistency":  # reads and writes nothing
             early.check_versions()
+            early.check_variables()
             early.check_network()
         else:
             early.check(options.job if job else options, shared=place.many)

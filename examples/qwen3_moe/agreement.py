@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from examples.qwen3_moe.world import World
 
 _BAD = "input"
+SAME = ("TIO_COLLECTIVE_SCHEDULE", "TIO_COLLECTIVE_SWITCH_BYTES", "TIO_COLLECTIVE_SECONDS")
+"""Variables that decide what ranks send each other, and how long they wait for it."""
 _OWN = {"out", "cache", "picture", "prompts", "model", "job"}
 """Paths: what lies there must agree, not what it is called. (And the part of the options that is looked at for itself.)"""
 
@@ -51,6 +54,7 @@ def facts(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
 def _program(contract: Contract) -> dict[str, str]:
     version = kernels.version(contract.family)
     found = {name: version_of(name) for name in (*early.SUPPORTED, "numpy")} | {"python": platform.python_version()}
+    found |= {name: os.environ.get(name, "not set") for name in SAME}
     return found | {"kernel family": contract.family, "kernels": version, "contract": contract.fingerprint(version)}
 
 

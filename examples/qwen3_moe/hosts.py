@@ -141,8 +141,9 @@ def own_address(there: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ValueError(f"MASTER_ADDR {there}: this host cannot reach it ({error.strerror or error}); is the name right, and is the interface up?") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as ".."
+        why = error.strerror if isinstance(error, OSError) else None
+        raise ValueError(f"MASTER_ADDR {there[:80]}: this host cannot reach it ({why or error}); is the name right, and is the interface up?") from error
 
 
 def _addresses(name: str) -> set[str]:
