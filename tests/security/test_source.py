@@ -5,128 +5,35 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from source_walk import OBJECTS, faults
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tio_megatron", "collectives", "examples", "launch", "benchmarks")
 
 PIPE = "the pipe between a process and the ranks it forks itself; nobody else holds an end of it"
+OWN = "the training script named on the command line: the user's own, as after `python`"
+BUILD = "the builder of the kernels, part of this source"
 ALLOWED = {
     ("tio_megatron/testing/ranks.py", "import pickle"): PIPE,
     ("tio_megatron/testing/ranks.py", "pickle.loads"): PIPE,
     ("tio_megatron/testing/ranks.py", "pickle.dumps"): PIPE,
+    ("tio_megatron/run.py", "runpy.run_path"): OWN,
+    ("setup.py", "runpy.run_path"): BUILD,
+    ("benchmarks/tracing.py", "apply_model"): "a measurement with an engine in this very process: nothing travels",
 }
 """What would be refused, with the reason why it stands."""
 
 EXCHANGE = ("tio_megatron/integrations/", "tio_megatron/verify/ascend/", "examples/", "benchmarks/main_job.py")
 """Where ranks of one run may exchange plain values by torch's own means, which pickle; SECURITY.md says that ranks trust each other."""
 
-OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
-MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-UNSAFE = {
-    "torch.load",
-    "torch.jit.load",
-    "torch.hub.load",
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "yaml.Loader",
-    "yaml.UnsafeLoader",
-}
-SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "os.execl", "os.spawnl", "commands.getoutput"}
-TEMPORARY = {"tempfile.mktemp", "os.tempnam", "os.tmpnam"}
-ARCHIVES = {"extractall", "extract", "unpack_archive"}
-
 
 def sources() -> list[Path]:
     found = {path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts}
     return [*sorted(found), ROOT / "setup.py", ROOT / "launch" / "qwen3_moe.sh"]
-
-
-def name(node: ast.AST) -> str:
-    """``a.b.c`` of an expression that is a dotted name, else what follows the last dot."""
-    if isinstance(node, ast.Attribute):
-        inner = name(node.value)
-        return f"{inner}.{node.attr}" if inner else node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def unaliased(tree: ast.AST) -> ast.AST:
-    """The tree with ``import a.b as c`` taken out of its names: ``c.d`` becomes ``a.b.d``."""
-    found = {alias.asname: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names if alias.asname}
-
-    class Named(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  (the name that ast gives it)
-            return ast.copy_location(ast.parse(found[node.id], mode="eval").body, node) if node.id in found else node
-
-    return Named().visit(tree)
-
-
-def faults(tree: ast.AST) -> Iterator[str]:
-    """Everything in a module that could run what a file or a message says."""
-    for node in ast.walk(unaliased(tree)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            yield from (f"import {module}" for module in modules if module.split(".")[0] in MODULES)
-        if isinstance(node, ast.ImportFrom):  # under its own name nobody would see what is called
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            whole |= {item for item in UNSAFE | SHELLS | TEMPORARY if f"{node.module}.*" in whole and item.rpartition(".")[0] == node.module}
-            yield from (f"from {item.rpartition('.')[0]} import {item.rpartition('.')[2]}" for item in sorted(whole & (UNSAFE | SHELLS | TEMPORARY)))
-        if isinstance(node, ast.Attribute) and name(node) in UNSAFE - {"torch.load", "yaml.load"}:
-            yield name(node)
-        if (
-            isinstance(node, ast.keyword)
-            and node.arg in ("shell", "allow_pickle", "trust_remote_code")
-            and not (isinstance(node.value, ast.Constant) and not node.value.value)
-        ):
-            yield f"{node.arg}={ast.unparse(node.value)}"
-        if not isinstance(node, ast.Call):
-            continue
-        called = name(node.func)
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        last = called.rpartition(".")[2]
-        if called in ("eval", "exec", "compile", "__import__") and isinstance(node.func, ast.Name):
-            yield called
-        if called.split(".")[0] in MODULES or called in SHELLS or called in TEMPORARY or last in OBJECTS or last in ARCHIVES:
-            yield called if called.split(".")[0] in MODULES or called in SHELLS or called in TEMPORARY else last
-        if called == "torch.load" and ast.unparse(given.get("weights_only", ast.Constant(None))) != "True":
-            yield "torch.load without weights_only=True"
-        if last == "create_subprocess_shell":
-            yield last
-        if last == "TCPStore" and node.args and ast.unparse(node.args[0]) in ("''", "'0.0.0.0'", "'::'"):
-            yield f"{last} on every interface"
-        if called == "yaml.load":
-            yield "yaml.load"
-        if called in ("np.load", "numpy.load") and "allow_pickle" not in given:
-            yield "np.load without allow_pickle=False"
-        if last == "from_pretrained" and "trust_remote_code" not in given:
-            yield "from_pretrained without trust_remote_code=False"
-        if called.startswith("subprocess.") and node.args and not _is_list(node.args[0]):
-            yield f"{called} of {ast.unparse(node.args[0])}, which is no list of words"
-        if (
-            last == "collective_rpc"
-            and node.args
-            and not (isinstance(node.args[0], ast.Constant) or re.fullmatch(r"method|[A-Z_]+", ast.unparse(node.args[0])))
-        ):
-            yield f"collective_rpc of {ast.unparse(node.args[0])}, which is no name: a function travels as a pickle"
-        if (
-            last in ("bind", "create_server")
-            and node.args
-            and isinstance(node.args[0], ast.Tuple)
-            and ast.unparse(node.args[0].elts[0]) in ("''", "'0.0.0.0'", "'::'")
-        ):
-            yield f"{last} on every interface"
-
-
-def _is_list(node: ast.AST) -> bool:
-    """A list of words, or something made of one: a call (``command(...)``, but not ``"...".format(...)``), a name: what it holds is not followed."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Constant):
-        return False
-    return isinstance(node, ast.List | ast.Tuple | ast.Call | ast.Name | ast.Starred) or (isinstance(node, ast.BinOp) and _is_list(node.left))
 
 
 def found_in(path: Path) -> set[tuple[str, str]]:
@@ -176,6 +83,49 @@ CONTROLS = {
     "server.bind(('0.0.0.0', 0))": "every interface",
     "zipfile.ZipFile(f).extractall(g)": "extractall",
     "tempfile.mktemp()": "tempfile.mktemp",
+    "subprocess.run(['sh', '-c', x])": "a shell",
+    "subprocess.run(['env', 'A=1', '/bin/bash', '-ec', x])": "a shell",
+    "words = ('bash', '-c', x)": "a shell",
+    "os.execvp('sh', ['sh', '-c', x])": "os.execvp of a shell",
+    "os.execl('/bin/sh', 'sh', '-c', x)": "os.execl",
+    "os.posix_spawn('/bin/bash', words, {})": "os.posix_spawn of a shell",
+    "builtins.eval(x)": "builtins.eval",
+    "import builtins as b; b.exec(x)": "builtins.exec",
+    "from builtins import eval as look": "from builtins import eval",
+    "from torch.serialization import load": "from torch.serialization import load",
+    "torch.serialization.load(f)": "torch.serialization.load",
+    "multiprocessing.reduction.ForkingPickler.loads(x)": "loads",
+    "from multiprocessing.reduction import ForkingPickler": "import ForkingPickler",
+    "torch.load(f, weights_only=True, pickle_module=p)": "pickle_module=p",
+    "pd.read_pickle(f)": "read_pickle",
+    "from pandas import read_pickle": "import read_pickle",
+    "opts['trust_remote_code'] = True": "trust_remote_code set to True",
+    "config.trust_remote_code = given": "trust_remote_code set to given",
+    "LLM(**{'trust_remote_code': True})": "trust_remote_code set to True",
+    "EngineArgs(m, '--trust-remote-code')": "'--trust-remote-code' named",
+    "os.environ['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'": "INSECURE_SERIALIZATION' named",
+    "os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'": "NO_WEIGHTS_ONLY_LOAD' named",
+    "runpy.run_path(f)": "runpy.run_path",
+    "from runpy import run_path": "from runpy import run_path",
+    "importlib.util.spec_from_file_location('x', folder / 'a.py')": "spec_from_file_location",
+    "importlib.machinery.SourceFileLoader('x', f)": "SourceFileLoader",
+    "from importlib.util import spec_from_file_location": "import spec_from_file_location",
+    "llm.collective_rpc(method=lambda w: 1)": "no name",
+    "llm.apply_model(fn)": "apply_model",
+    "host = '0.0.0.0'; s.bind((host, 0))": "'0.0.0.0' named",
+    "s.bind(('::', 0))": "every interface",
+    "HTTPServer(('', 8000), h)": "HTTPServer on every interface",
+    "http.server.ThreadingHTTPServer(server_address=('', 8000), RequestHandlerClass=h)": "every interface",
+    "socketserver.TCPServer(('', 1), h)": "TCPServer on every interface",
+    "socket.create_server(address=('', 0))": "create_server on every interface",
+    "asyncio.start_server(cb, '0.0.0.0', 1)": "'0.0.0.0' named",
+    "asyncio.start_server(cb, None, 1)": "start_server on every interface",
+    "asyncio.start_server(cb, host='', port=1)": "start_server on every interface",
+    "make_server('', 8000, app)": "make_server on every interface",
+    "socket_.bind('tcp://*:5555')": "'tcp://*:5555' named",
+    "dist.TCPStore('localhost', 1, is_master=True)": "TCPStore without master_listen_fd",
+    "dist.TCPStore('localhost', 1, None, master)": "TCPStore without master_listen_fd",
+    "dist.TCPStore('localhost', 1, is_master=True, master_listen_fd=None)": "TCPStore without master_listen_fd",
 }
 
 
@@ -185,7 +135,24 @@ def test_what_would_be_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["torch.load(f, weights_only=True)", "np.load(f, allow_pickle=False)", "yaml.safe_load(f)", "subprocess.run(['ls', name])", "model.eval()"]
+    "text",
+    [
+        "torch.load(f, weights_only=True)",
+        "np.load(f, allow_pickle=False)",
+        "yaml.safe_load(f)",
+        "subprocess.run(['ls', name])",
+        "subprocess.run(['bash', script, name])",
+        "subprocess.run([sys.executable, '-c', CODE])",
+        "model.eval()",
+        "dist.TCPStore(address, 1)",
+        "dist.TCPStore(address, 1, None, False)",
+        "dist.TCPStore(address, 1, None, True, master_listen_fd=fd)",
+        "llm.collective_rpc('tio_digests', args=(function,))",
+        "opts['trust_remote_code'] = False",
+        "socket.create_server(('127.0.0.1', 0))",
+        "signature.bind(self, *args)",
+        "say('', None)",
+    ],
 )
 def test_what_is_not(text: str) -> None:
     assert list(faults(ast.parse(text))) == []
