@@ -13,6 +13,9 @@ from tio_megatron.collectives.choose import schedule_for, switch_bytes
 from tio_megatron.collectives.program import cut
 from tio_megatron.contract import Node, ReductionTree
 
+MOST_RANKS = {"doubling": 1024, "scatter": 1024, "ring": 128}
+"""Every rank's plan is made here to say which is the busiest: more ranks would take minutes."""
+
 
 def bytes_sent(
     size: int,
@@ -62,7 +65,7 @@ def explain(
         schedule: as in :func:`~tio_megatron.collectives.all_reduce`.
 
     Raises:
-        ValueError: ``dtype`` is not fp32, an unknown schedule, a size below 1.
+        ValueError: ``dtype`` is not fp32, an unknown schedule, a size below 1 or above :data:`MOST_RANKS`, a negative length.
 
     >>> print(explain(4, [64, 64]))
     all_reduce of [64, 64] float32 (16.0 KiB a rank) over 4 ranks
@@ -79,9 +82,13 @@ def explain(
     size = group_or_size if isinstance(group_or_size, int) else wire.place(group_or_size)[1]
     if size < 1:
         raise ValueError(f"explain: a group has at least one rank, got {size}")
+    if any(length < 0 for length in shape):
+        raise ValueError(f"explain: a shape has no negative length, got {list(shape)}")
     out = torch.float32 if out_dtype is None else out_dtype
     elements = math.prod(shape)
     chosen = schedule_for(schedule, 4 * elements, size)
+    if size > MOST_RANKS[chosen]:
+        raise ValueError(f"explain: {size} ranks; plans of {chosen} are made for up to {MOST_RANKS[chosen]}, and the order is that of ReductionTree({size})")
     plans = [plan.make(chosen, plan.rank_order(size), size, rank, True, out == torch.float32) for rank in range(size)]
     lengths = cut(elements, size) if plans[0].cut else [elements]
     sent = [p.sent(lengths, out.itemsize) for p in plans]

@@ -5,6 +5,7 @@ Legend: ``S`` tokens of a sequence, ``B`` batch, ``T`` packed tokens, ``Q`` quer
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 
     Returns:
         The shape and dtype of ``q``.
+
+    Raises:
+        ValueError: shapes, dtypes or lengths do not fit.
     """
+    axes = 4 if cu_seqlens is None else 3
+    if q.dim() != axes or k.dim() != axes or k.shape != v.shape or q.shape[: axes - 2] != k.shape[: axes - 2] or q.shape[-1] != k.shape[-1]:
+        wanted = "q [S, B, Q, D] and k, v [S, B, G, D]" if cu_seqlens is None else "q [T, Q, D] and k, v [T, G, D] with cu_seqlens"
+        raise ValueError(f"attention: q has shape {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected {wanted}")
+    if not math.isfinite(scale):
+        raise ValueError(f"attention: scale is {scale}; expected a finite number, such as D ** -0.5")
     if cu_seqlens is not None:
         return _Attention.apply(q, k, v, _covering(cu_seqlens, q.shape[0]), scale)
     length, batch = q.shape[:2]
@@ -35,6 +45,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 
 def _covering(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """``cu_seqlens`` as int32 on the host, where some kernels read it, with the tokens behind the last sequence as one more."""
+    if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
+        raise ValueError(f"attention: cu_seqlens has shape {list(cu_seqlens.shape)}; expected [sequences + 1], starting with 0")
     cu_seqlens = cu_seqlens.to("cpu", torch.int32)
     last = int(cu_seqlens[-1])
     if last > tokens:

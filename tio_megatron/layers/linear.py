@@ -45,8 +45,9 @@ def column_parallel(
         ``[S, ..., N / P]``.
 
     Raises:
-        ValueError: from the kernel, for shapes or dtypes that do not fit.
+        ValueError: the dtypes differ; from the kernel, for shapes or dtypes that do not fit.
     """
+    _check_alike("column_parallel", x, weight)
     return _Column.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, gated, out_dtype or x.dtype, batch)
 
 
@@ -75,9 +76,16 @@ def row_parallel(
         ``[T, ..., N]`` in the dtype of ``x``.
 
     Raises:
-        ValueError: from the kernel, for shapes or dtypes that do not fit.
+        ValueError: the dtypes differ; from the kernel, for shapes or dtypes that do not fit.
     """
+    _check_alike("row_parallel", x, weight)
     return _Row.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, batch)
+
+
+def _check_alike(what: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """A weight in another dtype than the activations would be another product in each layout that casts one of them."""
+    if x.dtype != weight.dtype:
+        raise ValueError(f"{what}: x is {x.dtype} but the weight is {weight.dtype}; keep both in one dtype, such as x.to({weight.dtype})")
 
 
 def partial_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:

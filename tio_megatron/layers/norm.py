@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Returns:
         The shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``eps`` is negative or no finite number; from the kernel, for shapes or dtypes that do not fit.
     """
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"rms_norm: eps is {eps}; expected a finite number of at least 0, such as 1e-6")
     return _Norm.apply(x, weight, eps)
 
 

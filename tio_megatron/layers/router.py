@@ -49,9 +49,14 @@ def route_tokens(logits: Tensor, top_k: int, *, normalise: bool, padding: Tensor
 
     Returns:
         ``ids`` [T, k] int64, ascending in each token, and ``probs`` [T, k] fp32. A padding token has -1 and 0.
+
+    Raises:
+        ValueError: ``padding`` is not bool or not one a token; from the kernel, for logits or ``top_k`` that do not fit.
     """
     if padding is None:
         return route(logits, top_k, normalise)
+    if padding.dtype != torch.bool or padding.shape != logits.shape[:1]:
+        raise ValueError(f"router: padding is {padding.dtype} {list(padding.shape)}; expected torch.bool {list(logits.shape[:1])}, one a token")
     mask = padding.unsqueeze(1)
     # Filled first too: what a padding token holds must not come back as a gradient.
     ids, probs = route(logits.masked_fill(mask, 0.0), top_k, normalise)

@@ -99,8 +99,10 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, shard: VocabShard, 
         ``[S, B, H]``, or ``[S / P, B, H]``.
 
     Raises:
-        ValueError: an id outside the vocabulary, or a sequence that does not divide by the ranks.
+        ValueError: an id outside the vocabulary, a weight of other rows than the shard's, or a sequence that does not divide by the ranks.
     """
+    if weight.dim() != 2 or weight.shape[0] != shard.rows:
+        raise ValueError(f"embedding: the weight has shape {list(weight.shape)}; this rank's shard is [{shard.rows}, H]")
     check_tokens(ids, shard.order.vocab, "embedding")
     if sequence_parallel and ids.shape[0] % size(group):
         raise ValueError(f"embedding: {ids.shape[0]} positions do not divide by {size(group)} ranks of sequence parallelism; pad the sequence")
@@ -154,8 +156,10 @@ def vocab_logprob(logits: torch.Tensor, target: torch.Tensor, shard: VocabShard,
         ``[...]`` fp32, the same on every rank.
 
     Raises:
-        ValueError: a target outside the vocabulary.
+        ValueError: a target outside the vocabulary, or of another shape than the logits' leading one.
     """
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"log-probability: the target has shape {list(target.shape)} for logits {list(logits.shape)}; expected {list(logits.shape[:-1])}")
     check_tokens(target, shard.order.vocab, "log-probability")
     return _LogProb.apply(logits, target, shard, group)
 

@@ -27,9 +27,14 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         expert_parallel: deal whole experts out to the ranks instead of cutting each.
         others: passed on; ``additional_config`` is added to.
 
+    Raises:
+        ValueError: ``tp`` is no whole number of at least 1, or the contract cannot be read.
+
     >>> engine_options(tp=2, max_model_len=512)["tensor_parallel_size"]
     2
     """
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"engine_options: tp is {tp!r}; expected a whole number of ranks, at least 1")
     additional = {**others.pop("additional_config", {}), "tio_contract": read(contract).contract.to_dict()}
     options: dict[str, Any] = {
         "worker_cls": platforms.worker(),
