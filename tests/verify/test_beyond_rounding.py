@@ -187,3 +187,33 @@ def test_narrow_partial_sums_in_a_wide_model_for_long_passes_alone(seed, tmp_pat
     Stage(tmp_path, draw).both(sizes, [*short, *long], Plan(steps={place: step}), passes=passes)
     found = examine(tmp_path)
     assert (found.kind, found.cause, found.point) == ("order", "order-by-size", place), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_epsilon_in_a_fused_add_and_norm_is_fitted(seed, tmp_path):
+    draw = Draw(100 + seed)
+    sizes = draw.sizes(dtype=BF16)
+    place, cast = f"layers.{draw.layer(sizes)}.mlp_norm", draw.random() < 0.5
+
+    def fused(eps):
+        def step(model, usual, x, w, stream, branch):
+            total = stream.float() + branch.float()
+            normed = total * (total.double().square().mean(-1, keepdim=True) + eps).rsqrt().float()
+            return (normed.to(BF16) * w) if cast else (normed * w.float()).to(BF16)
+
+        return Plan(steps={place: step})
+
+    stage = Stage(tmp_path, draw)
+    stage.both(sizes, draw.sequences(sizes), fused(0.02), fused(1e-6))
+    found = examine(tmp_path)
+    assert (found.cause, found.point, found.side) == ("norm-epsilon", place, stage.faulty), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_result_kept_in_a_wide_type_after_fp8_is_a_rounding(seed, tmp_path):
+    def plan(draw, sizes):
+        place = product_place(draw, sizes)
+        return place, changed(place, lambda out: out.to(torch.float8_e5m2).float())
+
+    found, place, side, _ = both(tmp_path, seed, plan)
+    assert found.cause in ("extra-rounding", "dtype") and (found.point, found.side) == (place, side), found

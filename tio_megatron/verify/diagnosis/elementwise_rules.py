@@ -102,6 +102,10 @@ def norm_rules(case: Case) -> Iterator[Rule]:
     for eps in dict.fromkeys([*map(float, case.fact("norm_eps")), *_EPSILONS, *nice]):
         yield rule(eps=eps)
         yield rule("before the weight", eps=eps)
+        if "unrounded sum" in source and eps in nice:  # a fused add and norm, with another epsilon
+            for cast in ("after the weight", "before the weight"):
+                for of, value in (("unrounded sum", "unrounded sum"), ("unrounded sum", "sum"), ("sum", "unrounded sum")):
+                    yield rule(cast, of, value, eps)
     yield rule(form="1 + weight")
     yield rule(form="none")
     yield rule(mean="mean subtracted")

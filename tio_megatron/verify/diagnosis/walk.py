@@ -219,8 +219,8 @@ def _not_its_weights(case: Case, made: Product, errors: tuple[float, float], lim
                 cause = {"transposed": "weights-transposed", "halves swapped": "weights-rows"}.get(what, "weights-moved")
                 said = f"{side} computes the product with {what}, though it recorded the same parameter as the other side"
                 return Finding("weights", cause, parameter=name, side=side, evidence=(said,), cure=CURES["stale-copy"])
-    if scaled := faults.constant(case):
-        return scaled
+    if simple := faults.constant(case) or faults.rounded_result(case):
+        return simple
     if case.point.op == "product" and (other := _no_weight_does(case, made)):
         return other
     said = f"the parameter is the same on both sides; A's rows follow from it and their inputs within {errors[0]:.2g}, B's within {errors[1]:.2g}"
