@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
-from tio_megatron.verify.doctor import between, fits, options, settings, stock, switches, symbols, versions
+from tio_megatron.verify.doctor import between, coverage, fits, options, settings, sources, stock, switches, symbols, versions
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
 from tio_megatron.verify.doctor.models import model_of, shape_of
@@ -64,8 +65,16 @@ def examine(
         found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype), *_engine(device)]
     else:
         found += stock.check(left.running, right.running)
-    found += [*between.check(left.running, right.running, known), *result.findings]
+    judged = {_option(finding.what) for finding in found}
+    found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
+    found += [*sources.check(left.running, right.running, model), *coverage.check(left.running, right.running), *result.findings]
     return Examined(tuple(found), result)
+
+
+def _option(what: str) -> str:
+    """``trainer: window_size`` of a finding about one option, which two tables may know; else all of it."""
+    found = re.match(r"(trainer: \w+) = ", what)
+    return found[1] if found else what
 
 
 def of_workers(folder: Path, device: str = "cpu", contract: str | None = None) -> Examined:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
+from tio_megatron.contract.messages import shown
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.models import Model
 from tio_megatron.verify.doctor.options import FLAGS, TOPIC
@@ -12,10 +14,72 @@ from tio_megatron.verify.doctor.running import Running, dtype
 
 _NEUTRAL = (None, 1, 1.0)
 
+_CUTS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+COMPARED = frozenset(
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size num_moe_experts moe_router_topk moe_ffn_hidden_size "
+    "layernorm_epsilon rotary_base qk_layernorm moe_router_pre_softmax untie_embeddings_and_output_weights vocab_size padded_vocab_size "
+    "use_checkpoint_args".split()
+)
+"""The trainer's settings that are compared with the model's ``config.json``."""
+
+_WITHOUT = (None, False, 0, 0.0, "", "none", "None", "null")
+_GATE = "the model's MLP is silu(gate) * up"
+FUNCTION: dict[str, tuple[tuple[object, ...], str]] = {
+    "moe_layer_freq": ((None, 1), "the model has experts in every layer"),
+    "moe_shared_expert_intermediate_size": (_WITHOUT, "the model has no shared expert"),
+    "moe_shared_expert_gate": (_WITHOUT, "the model has no shared expert"),
+    "moe_latent_size": (_WITHOUT, "the model has no latent projection"),
+    "moe_router_num_groups": (_WITHOUT, "the model's router has no groups"),
+    "moe_router_group_topk": (_WITHOUT, "the model's router has no groups"),
+    "moe_router_score_function": (("softmax",), "the model's router is a softmax"),
+    "moe_router_topk_scaling_factor": ((None, 1, 1.0), "the model's probabilities are not scaled"),
+    "moe_router_enable_expert_bias": (_WITHOUT, "the model's router has no bias"),
+    "moe_router_force_load_balancing": (_WITHOUT, "experts are chosen at random"),
+    "moe_apply_probs_on_input": (_WITHOUT, "the model weights an expert's output"),
+    "squared_relu": (_WITHOUT, _GATE),
+    "quick_geglu": (_WITHOUT, _GATE),
+    "openai_gelu": (_WITHOUT, _GATE),
+    "glu_linear_offset": (_WITHOUT, _GATE),
+    "activation_func_clamp_value": (_WITHOUT, _GATE),
+    "activation_func": ((None, "silu", "swiglu"), _GATE),
+    "normalization": (("RMSNorm",), "the model's norms are RMS norms"),
+    "layernorm_zero_centered_gamma": (_WITHOUT, "the model multiplies by the norm's weight itself"),
+    "apply_residual_connection_post_layernorm": (_WITHOUT, "the model adds the residual before the norm"),
+    "add_qkv_bias": (_WITHOUT, "the model has no biases"),
+    "qk_l2_norm": (_WITHOUT, "the model's query and key norms are RMS norms"),
+    "attention_output_gate": (_WITHOUT, "the model's attention has no gate"),
+    "multi_latent_attention": (_WITHOUT, "the model's attention is not latent"),
+    "experimental_attention_variant": (_WITHOUT, "the model's attention is a softmax over all keys"),
+    "linear_attention_freq": (_WITHOUT, "the model's attention is a softmax over all keys"),
+    "softmax_type": ((None, "vanilla"), "the model's attention has no sinks"),
+    "window_size": ((None,), "every token sees all before it"),
+    "window_attn_skip_freq": ((None,), "every token sees all before it"),
+    "apply_query_key_layer_scaling": (_WITHOUT, "scores are scaled once"),
+    "rotary_percent": ((None, 1, 1.0), "whole heads are rotated"),
+    "rotary_interleaved": (_WITHOUT, "the rotation pairs the two halves of a head"),
+    "rope_scaling": (_WITHOUT, "the model's rotary positions are not scaled"),
+    "seq_len_interpolation_factor": ((None, 1, 1.0), "the model's rotary positions are not scaled"),
+    "rope_type": ((None, "rope"), "the model's rotary positions are not scaled"),
+    "mrope_section": ((None,), "positions have one axis"),
+    "no_rope_freq": ((None, 0), "every layer rotates"),
+    "reset_position_ids": (_WITHOUT, "positions start again inside of a sequence, in the rollout they do not"),
+    "is_hybrid_model": (_WITHOUT, "every layer of the model is built alike"),
+    "hybrid_attention_ratio": (_WITHOUT, "every layer of the model is built alike"),
+    "hybrid_mlp_ratio": (_WITHOUT, "every layer of the model is built alike"),
+    "hybrid_override_pattern": (_WITHOUT, "every layer of the model is built alike"),
+    "heterogeneous_layers_config_path": (_WITHOUT, "every layer of the model is built alike"),
+    "heterogeneous_layers_config_encoded_json": (_WITHOUT, "every layer of the model is built alike"),
+}
+"""Settings that no size shows and that make another function of the same weights: what they may be, and what the model is. As written: what a default
+does is judged by the rules for the contract."""
+
 
 def check(trainer: Running, rollout: Running, model: Model) -> Iterator[Finding]:
     """All of it."""
     yield from same_model(trainer, model)
+    yield from same_function(trainer)
+    yield from same_vocabulary(trainer, model)
     yield from same_dtype(trainer, rollout, model)
     yield from same_distribution(trainer, rollout, model)
 
@@ -55,6 +119,42 @@ def same_model(run: Running, model: Model) -> Iterator[Finding]:
         if isinstance(theirs, bool) and not theirs:
             said = f"leave {flag} out"
         yield Finding("bad", TOPIC, f"trainer: {name} = {ours!r}{run.origin(name)}, the model has {theirs!r}: another function", said)
+
+
+def same_function(run: Running) -> Iterator[Finding]:
+    """What the trainer's settings make of the weights beside their sizes (:data:`FUNCTION`)."""
+    for name, (fine, why) in FUNCTION.items():
+        if name not in run.written or run[name] in fine or (name == "moe_layer_freq" and _everywhere(run[name])):
+            continue
+        yield Finding("bad", TOPIC, f"trainer: {name} = {shown(run[name])}: {why}: another function", f"leave it out ({' or '.join(map(repr, fine[:2]))})")
+
+
+def _everywhere(frequency: object) -> bool:
+    """Megatron-LM takes a list too, as text: ``[1]*48``, ``([1]*24+[1]*24)``; without a 0 in it every layer has experts."""
+    digits = re.sub(r"\*\s*\d+", "", str(frequency))
+    return isinstance(frequency, list | str) and set(re.findall(r"\d+", digits)) == {"1"}
+
+
+def same_vocabulary(run: Running, model: Model) -> Iterator[Finding]:
+    """How many rows the trainer's softmax is over: those that count, and what there is room for."""
+    if run.kind not in ("megatron-lm", "transformer-config"):
+        return
+    rows, place = run.get("tio_vocab_size"), "tio_vocab_size"
+    if rows is None:
+        rows, place = run.get("vocab_size"), "vocab_size"
+        if isinstance(rows, int) and run.get("tokenizer_type") == "NullTokenizer":
+            rows, place = rows + 1, "vocab_size (and the end of a text, which NullTokenizer adds)"
+    there = model.shape.vocab
+    if isinstance(rows, int) and rows != there:
+        yield Finding(
+            "bad",
+            TOPIC,
+            f"trainer: {place} = {rows}, the model has {there}: another number of tokens in the softmax",
+            f"--tio-vocab-size {there} (vocab_size of the model's config.json)",
+        )
+    padded = run.get("padded_vocab_size")
+    if isinstance(padded, int) and padded < there:
+        yield Finding("bad", TOPIC, f"trainer: padded_vocab_size = {padded} has no room for the model's {there} tokens", f"{there} or more")
 
 
 def _number(value: object) -> str:
@@ -101,7 +201,7 @@ def same_distribution(trainer: Running, rollout: Running, model: Model) -> Itera
             "distribution than the sampled one",
             "logprobs_mode processed_logprobs",
         )
-    cut = {name: value for name in ("top_k", "top_p", "min_p") if (value := rollout.get(name, taken.get(name))) not in (None, -1, 0, 1, 1.0, 0.0)}
+    cut = {name: value for name in _CUTS if (value := rollout.get(name, taken.get(name))) not in (None, -1, 0, 1, 1.0, 0.0)}
     if cut:
         source = "" if set(cut) & rollout.written else " of the model's generation_config.json"
         yield Finding(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import ModelShape
+from tio_megatron.contract.messages import shown
 from tio_megatron.contract.strict_json import read_json
 
 KNOWN = {
@@ -18,6 +19,8 @@ KNOWN = {
     "Qwen3-32B": ModelShape(layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, vocab=151936, ffn=25600),
 }
 """Sizes from the published ``config.json`` of each, for people who plan before they download."""
+
+MOST_EXPERTS = 1 << 16
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What vLLM takes from ``generation_config.json`` that changes a distribution."""
@@ -51,6 +54,11 @@ def model_of(model: str) -> Model:
     if not path.is_file():
         raise ValueError(f"model {model!r}: no such folder or config.json; known by name are {', '.join(KNOWN)}")
     config = CheckpointConfig.from_file(path)
+    kind = "qwen3_moe" if config.shape.experts else "qwen3"
+    if config.raw.get("model_type", kind) != kind:  # transformers and vLLM choose the class by it
+        raise ValueError(f"{path}: model_type is {shown(config.raw['model_type'])} beside architectures {config.raw['architectures']}; {kind!r} would work")
+    if config.shape.experts > MOST_EXPERTS:
+        raise ValueError(f"{path}: num_experts is {shown(config.shape.experts)}; no model has more than {MOST_EXPERTS}")
     return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, _sampling(path.with_name("generation_config.json")))
 
 

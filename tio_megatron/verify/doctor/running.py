@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.doctor import defaults
 
 Kind = Literal["words", "megatron-lm", "transformer-config", "verl", "vllm"]
@@ -107,12 +108,33 @@ def rollout(kind: Kind, settings: Mapping[str, Any]) -> Running:
     """The rollout's settings under vLLM's names."""
     if kind == "words":
         return Running(kind)
+    settings = _with_generation_config(settings)
     written = frozenset(settings)
     if kind == "verl":
         return Running(kind, {**defaults.VLLM_ENGINE, **defaults.VLLM_DECIDES, **defaults.VERL_ROLLOUT, **settings}, written)
     values = {**defaults.VLLM_ENGINE, **settings}
     values |= {name: decided for name, decided in defaults.VLLM_DECIDES.items() if values[name] is None}
     return Running(kind, values, written)
+
+
+def _with_generation_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """vLLM lays ``override_generation_config`` over the model's ``generation_config.json``: it is what a request without a temperature gets."""
+    over = tree_of(settings.get("override_generation_config"))
+    dotted = {name.partition(".")[2]: value for name, value in settings.items() if name.startswith("override_generation_config.")}
+    return {**{name: value for name, value in {**(over or {}), **dotted}.items() if name in SAMPLING_NAMES}, **settings}
+
+
+def tree_of(value: Any) -> dict[str, Any] | None:
+    """A mapping, or the text of one as a command line gives it; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except (ValueError, RecursionError):
+            return None
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def dtype(run: Running) -> str | None:

@@ -21,7 +21,7 @@ import yaml
 from tio_megatron.contract.messages import cut
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
-from tio_megatron.verify.doctor import defaults, running
+from tio_megatron.verify.doctor import defaults, running, vllm_names
 from tio_megatron.verify.doctor.running import Kind, Running
 from tio_megatron.verify.strict_yaml import read_yaml
 
@@ -48,6 +48,8 @@ VERL_ELSEWHERE = (
 """Parts of them that say nothing about the scored tokens, with names that do elsewhere."""
 VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_]\w*)+)=(.*)", re.DOTALL)
 """How a verl launch script writes a setting."""
+WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
+"""Options of vLLM whose value is a mapping of its own: what is in it is no option."""
 LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
 """Arguments that take several words."""
 MOST_BYTES = 4 << 20
@@ -225,10 +227,23 @@ def _tree(data: Any, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
                 pairs.append((("strategy",), "fsdp, verl's default"))
         # An override is written on top of what it overrides.
         pairs.sort(key=lambda pair: not any(part.startswith("override_") or part == "engine_kwargs" for part in pair[0]))
-        return _flat(pairs, source), "verl"
+        return {**_flat(pairs, source), **_verls(data, pairs)}, "verl"
     if side == "rollout":
         return _flat(_leaves(data, ()), source), "vllm"
     return _flat(_leaves(data, ()), source), "transformer-config" if "language_model" in data or "model_parallel" in data else "megatron-lm"
+
+
+def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """Of verl's model, which both sides read; and which names were written as megatron-core's or vLLM's own, not as verl's."""
+    model = {".".join(way): value for way, value in _leaves(_below(data, ("actor_rollout_ref", "model")), ())}
+    found: dict[str, Any] = {"model_path": model["path"]} if model.get("path") is not None else {}
+    if over := {name: value for name, value in model.items() if name.startswith("override_config.") and value is not None}:
+        found["model_override_config"] = over
+    if model.get("lora_rank"):
+        found["model_lora_rank"] = model["lora_rank"]
+    for part in ("override_transformer_config", "engine_kwargs"):
+        found[part] = tuple(sorted({way[-1].replace("-", "_") for way, value in pairs if part in way[:-1] and value is not None}))
+    return found
 
 
 def _below(data: Any, way: Sequence[str]) -> Any:
@@ -240,7 +255,7 @@ def _below(data: Any, way: Sequence[str]) -> Any:
 def _leaves(data: Mapping[Any, Any], way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in data.items():
         here = (*way, *str(name).split("."))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and here[-1].replace("-", "_") not in WHOLE:
             yield from _leaves(value, here)
         else:
             yield here, value

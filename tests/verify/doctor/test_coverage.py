@@ -1,0 +1,218 @@
+"""A configuration that computes another function is named, and an option that nobody judges never passes in silence."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tio_megatron.testing.qwen3 import MOE
+from tio_megatron.verify import doctor
+from tio_megatron.verify.doctor import coverage, defaults, examine, megatron_names, settings, vllm_names
+
+SIZES = """--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --ffn-hidden-size 6144
+ --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-epsilon 1e-6 --rotary-base 1000000 --untie-embeddings-and-output-weights"""
+SOUND = """--qk-layernorm --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --bf16 --hidden-dropout 0 --attention-dropout 0
+ --moe-token-dispatcher-type alltoall"""
+CUT = """torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1
+ --sequence-parallel"""
+VERL = ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout.name=vllm", "trainer.nnodes=2"]
+MCORE = [
+    f"actor_rollout_ref.actor.megatron.{size}" for size in ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1")
+]
+SCRIPT = " ".join([CUT, SIZES, SOUND, "--lr 1e-5 --micro-batch-size 1 --seq-length 4096 --no-load-optim --save out --log-interval 1"])
+VLLM = "--tensor-parallel-size 4 --generation-config vllm --max-model-len 2048 --gpu-memory-utilization 0.5 --port 8000 --no-enable-log-requests"
+
+
+@pytest.fixture(autouse=True)
+def configuration_alone(monkeypatch):
+    """Versions, variables and symbols of this process say nothing about options."""
+    for part in ("versions", "switches", "symbols"):
+        monkeypatch.setattr(getattr(doctor, part), "check", lambda *_, **__: ())
+
+
+def options_of(trainer=SCRIPT, rollout=VLLM, model="Qwen3-30B-A3B", **more):
+    """(level, what) of what is said about options, without notes."""
+    found = examine(model=model, trainer=trainer, rollout=rollout, **more).findings
+    return [(one.level, one.what) for one in found if one.topic == "options" and one.level not in ("ok", "note")]
+
+
+def test_a_whole_configuration_passes():
+    assert not options_of() and not [one for one in options_of(plugged=False) if one[0] == "unknown"]
+
+
+@pytest.mark.parametrize("plugged", [True, False])
+@pytest.mark.parametrize(
+    "more, name",
+    [
+        ("--moe-shared-expert-intermediate-size 64", "moe_shared_expert_intermediate_size"),
+        ("--moe-layer-freq 2", "moe_layer_freq"),
+        ("--moe-layer-freq ([0]*1+[1]*47)", "moe_layer_freq"),
+        ("--quick-geglu", "quick_geglu"),
+        ("--squared-relu", "squared_relu"),
+        ("--vocab-size 400", "vocab_size"),
+        ("--vocab-size 151936 --tokenizer-type NullTokenizer", "vocab_size"),
+        ("--tio-vocab-size 151669", "tio_vocab_size"),
+        ("--padded-vocab-size 151808", "padded_vocab_size"),
+        ("--window-size 16,0", "window_size"),
+        ("--qk-l2-norm", "qk_l2_norm"),
+        ("--rope-type yarn", "rope_type"),
+        ("--reset-position-ids", "reset_position_ids"),
+        ("--hybrid-override-pattern M*M*", "hybrid_override_pattern"),
+    ],
+)
+def test_another_function_of_the_trainer(more, name, plugged):
+    before = options_of(plugged=plugged)
+    found = [one for one in options_of(f"{SCRIPT} {more}", plugged=plugged) if one not in before]
+    assert len(found) == 1 and found[0][0] == "bad" and found[0][1].startswith(f"trainer: {name} "), found
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--moe-layer-freq 1", "--moe-layer-freq [1]*48", "--vocab-size 151936", "--vocab-size 151935 --tokenizer-type NullTokenizer", "--window-size null"],
+)
+def test_the_same_function_in_other_words(more):
+    assert not options_of(f"{SCRIPT} {more}")
+
+
+@pytest.mark.parametrize(
+    "more, level, said",
+    [
+        ("--load-format dummy", "unknown", "random weights"),
+        ("--hf-overrides '{\"rope_theta\": 10000}'", "bad", "hf_overrides = {'rope_theta': 10000}"),
+        ("--hf-overrides.rope_theta 10000", "bad", "hf_overrides = {'rope_theta': 10000}"),
+        ("--hf-overrides my_function", "unknown", "not judged"),
+        ("--override-generation-config '{\"temperature\":0.7}'", "bad", "with temperature 0.7"),
+        ("--override-generation-config.temperature 0.7", "bad", "with temperature 0.7"),
+        ("--override-generation-config '{\"bad_words\":[1]}'", "unknown", "sets bad_words: not judged"),
+        ("--rope-scaling '{}'", "unknown", "vLLM 0.32.0 has no such option"),
+        ("--nonsense", "unknown", "vLLM 0.32.0 has no such option"),
+        ("--model /other", "bad", "another model"),
+        ("--model $NOT_SET_HERE/x", "unknown", "a variable that is not set here"),
+        ("--logits-processors a.b", "unknown", "not judged"),
+        ("--revision abc", "unknown", "another revision"),
+        ("--spec-model x", "bad", "speculative decoding"),
+    ],
+)
+def test_another_function_of_the_rollout(more, level, said):
+    found = options_of(rollout=f"{VLLM} {more}")
+    assert len(found) == 1 and found[0][0] == level and said in found[0][1], found
+
+
+def test_the_same_model_under_other_names(tmp_path):
+    for name in ("Qwen/Qwen3-30B-A3B", "/somewhere/else/qwen3-30b-a3b"):
+        assert not options_of(rollout=f"{VLLM} --model {name}")
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MOE))
+    (tmp_path / "link").symlink_to(folder)
+    for said in (folder, folder / "config.json"):
+        assert not options_of("tp1", f"-tp 1 --generation-config vllm --model {tmp_path / 'link'}", str(said))
+
+
+def test_options_that_are_none_of_megatron_lms():
+    found = options_of(f"{SCRIPT} --bogus-option 3 --hiden-dropout 0 --use-flash-attn --fp16-lm-cross-entropy --use-checkpoint-args")
+    assert [level for level, _ in found] == ["unknown"] * 5
+    assert [re.split(" = | is ", what)[0].partition(": ")[2] for _, what in found] == [
+        "fp16_lm_cross_entropy",
+        "use_flash_attn",
+        "bogus_option",
+        "hiden_dropout",
+        "use_checkpoint_args",
+    ]
+    hint = [one.works for one in examine(model="Qwen3-30B-A3B", trainer=f"{SCRIPT} --hiden-dropout 0", rollout=VLLM).findings if "hiden" in one.what]
+    assert hint == ["did you mean --hidden-dropout?"]
+
+
+def test_every_argument_of_megatron_lm_is_judged_said_to_be_harmless_or_named():
+    """Each of the deciding ones, written with a value that nobody expects, is heard of; else it says how it is computed, which the contract fixes."""
+    silent = set()
+    for name in sorted(set(megatron_names.DECIDING.split())):
+        try:
+            if not options_of(f"{SCRIPT} --{name.replace('_', '-')} 7"):
+                silent.add(name)
+        except ValueError:  # a size that does not fit the others
+            continue
+    how = "attention_backend calculate_per_token_loss group_query_attention sequence_parallel use_rotary_position_embeddings bf16 swiglu disable_bias_linear"
+    how += " moe_router_dtype deterministic_mode qk_layernorm expert_model_parallel_size tensor_model_parallel_size untie_embeddings_and_output_weights"
+    how += " transformer_impl moe_router_load_balancing_type"  # with a coefficient of 0
+    how += " ffn_hidden_size"  # of layers without experts, of which there are none
+    how += " main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"  # of an optimizer that is refused by its switch
+    assert silent <= {*how.split(), "pipeline_model_parallel_size", "expert_tensor_parallel_size"}, silent - {*how.split()}
+
+
+def test_verls_model_and_overrides():
+    words = " ".join([*VERL, *MCORE])
+    assert not options_of(words, words)
+    for more, level, said in (
+        ("actor_rollout_ref.model.path=/other", "bad", "actor_rollout_ref.model.path = '/other'"),
+        ("+actor_rollout_ref.model.override_config.rope_theta=10000", "unknown", "override_config.rope_theta"),
+        ("actor_rollout_ref.model.lora_rank=8", "bad", "lora_rank = 8"),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.bogus=1", "unknown", "bogus is not judged"),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_shared_expert_intermediate_size=64", "bad", "no shared expert"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta=10000", "bad", "hf_overrides"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.bogus=1", "unknown", "bogus is not judged"),
+    ):
+        both = " ".join([*[one for one in VERL if not (more.startswith("actor_rollout_ref.model.path") and "model.path" in one)], *MCORE, more])
+        found = options_of(both, both)
+        assert len(found) == 1 and found[0][0] == level and said in found[0][1], (more, found)
+    other = f"{words} actor_rollout_ref.rollout.something_new=1"
+    notes = [one.what for one in examine(model="Qwen3-30B-A3B", trainer=other, rollout=other).findings if "verl's own" in one.what]
+    assert notes and "something_new" in notes[-1]
+
+
+def test_a_yaml_of_vllm_holds_mappings_of_its_own(tmp_path):
+    (tmp_path / "v.yaml").write_text("tensor-parallel-size: 4\ngeneration-config: vllm\nhf-overrides: {rope_theta: 10000}\nspeculative-config: {model: x}\n")
+    assert settings.rollout(str(tmp_path / "v.yaml")).settings["hf_overrides"] == {"rope_theta": 10000}
+    assert [level for level, _ in options_of(rollout=str(tmp_path / "v.yaml"))] == ["bad", "bad"]
+
+
+def test_a_config_json_of_two_minds(tmp_path):
+    for name, value in (("model_type", "llama"), ("num_experts", 10**30)):
+        (tmp_path / "config.json").write_text(json.dumps(MOE | {name: value}))
+        with pytest.raises(ValueError, match=name):
+            options_of("tp1", "tp1", str(tmp_path))
+
+
+def test_names_of_vllm_are_the_installed_ones():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    theirs = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    ours = {*vllm_names.DECIDING, *vllm_names.NEUTRAL, *defaults.VLLM_ENGINE, *vllm_names.JUDGED}
+    assert not theirs - ours, "an option of vLLM that would be said not to exist"
+    assert not {*vllm_names.DECIDING} & vllm_names.NEUTRAL and not {*vllm_names.DECIDING} & {*defaults.VLLM_ENGINE}
+
+
+def test_names_of_megatron_core_are_the_installed_ones():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    theirs = {field.name for field in dataclasses.fields(TransformerConfig)}
+    known = coverage._ARGUMENTS | coverage.CORE_FIELDS | coverage._HEARD | coverage._rules()
+    assert len(theirs - known) < 40, sorted(theirs - known)
+
+
+NAMES = """
+import argparse, json, sys, types
+sys.modules.setdefault("six", types.SimpleNamespace(text_type=str, PY2=False, PY3=True))
+from megatron.training.arguments import add_megatron_arguments
+found = set()
+for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve"))._actions:
+    for option in action.option_strings:
+        name = option.lstrip("-").replace("-", "_")
+        found.add(name[3:] if name.startswith("no_") and action.nargs == 0 else name)
+print(json.dumps(sorted(found - {"h", "help"})))
+"""
+
+
+def test_names_of_megatron_lm():
+    sources = os.environ.get("MEGATRON_LM")
+    if not sources:
+        pytest.skip("MEGATRON_LM names no checkout of Megatron-LM core_v0.16.1: its arguments' names are compared there only")
+    environment = {**os.environ, "PYTHONPATH": sources, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", NAMES], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    theirs = set(json.loads(done.stdout.splitlines()[-1]))
+    assert theirs - megatron_names.KNOWN == set() and len(megatron_names.KNOWN - theirs) < 12, sorted(megatron_names.KNOWN - theirs)
