@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tio_megatron.verify.readers.scored import Scored
 from tio_megatron.verify.trend import Quantiles, Trend
@@ -19,6 +20,7 @@ CONTEXT = 4
 
 _EXTREME = 2.0
 _WORST = 10
+_NOTES = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Logdiff:
     ``k1`` and ``k3`` estimate KL(B, A) from tokens sampled by B: the means of ``b - a`` and of ``exp(a - b) - 1 - (a - b)``. The importance ratio
     is ``exp(a - b)``; ``extreme`` counts those above 2 or below 1/2. ``quantiles`` are of the absolute difference, ``trend`` rows are (first,
     behind the last, tokens, mean, largest), ``worst`` the sequences with the largest mean: (mean, sequence, tokens).
+    ``uneven`` sequences have another number of log-probabilities on each side; ``notes`` say how the first of them were laid side by side.
     """
 
     sequences: int = 0
@@ -62,6 +65,8 @@ class Logdiff:
     growth: float = 1.0
     worst: list[tuple[float, int, int]] = field(default_factory=list)
     histogram: list[tuple[float, int]] = field(default_factory=list)
+    uneven: int = 0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> int:
@@ -99,6 +104,10 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
         _require_same_tokens(left, right, index)
         count = min(len(left.logprobs), len(right.logprobs))
         found.sequences += 1
+        if len(left.logprobs) != len(right.logprobs):
+            found.uneven += 1
+            if len(found.notes) < _NOTES:
+                found.notes.append(_uneven(left, right, index, count))
         if not count:
             continue
         x, y = left.logprobs[len(left.logprobs) - count :], right.logprobs[len(right.logprobs) - count :]
@@ -130,8 +139,27 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
     found.quantiles = {name: min(quantiles[q], found.max_abs) for name, q in (("50%", 0.5), ("90%", 0.9), ("99%", 0.99), ("99.9%", 0.999))}
     found.by_position, found.by_sequence, found.growth = positions.rows(), sequences.rows(), positions.growth()
     found.worst.sort(reverse=True)
+    if found.uneven > len(found.notes):
+        found.notes.append(f"{found.uneven - len(found.notes)} more sequences have another number of log-probabilities on each side")
     found.histogram = _histogram(quantiles)
     return found
+
+
+def _uneven(a: Scored, b: Scored, index: int, count: int) -> str:
+    """How the sides of a sequence were laid side by side; and whether the other way round they would agree, as where one list is shifted."""
+    said = f"A scores {len(a.logprobs)} tokens of sequence {index}, B {len(b.logprobs)}; compared: "
+    if not count:
+        return said + "none of them"
+    ends, starts = (int((x.view(np.uint32) != y.view(np.uint32)).sum()) for x, y in _both_ways(a, b, count))
+    said += f"the last {count}, aligned at the end"
+    if starts < ends:
+        said += f" ({ends} differ; aligned at the first log-probability {starts} would: is one list shifted, or cut at its end?)"
+    return said
+
+
+def _both_ways(a: Scored, b: Scored, count: int) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    sides = [np.ascontiguousarray(side.logprobs) for side in (a, b)]
+    return [(sides[0][len(sides[0]) - count :], sides[1][len(sides[1]) - count :]), (sides[0][:count], sides[1][:count])]
 
 
 def _exp(x: float) -> float:

@@ -82,6 +82,7 @@ def numbers(found: Logdiff) -> list[tuple[str, str]]:
         ("KL(B, A): k1, k3", f"{found.k1:.6g}, {found.k3:.6g}"),
         ("importance ratio exp(A - B)", f"{found.ratio_min:.6g} to {found.ratio_max:.6g}; {found.extreme} tokens above 2 or below 1/2"),
         ("last third of positions / first third", f"{found.growth:.3g}"),
+        *(("note", note) for note in found.notes),
     ]
 
 
