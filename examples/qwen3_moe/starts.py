@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from tio_megatron.collectives import store_line
+from tio_megatron.collectives import failure, store_line
 
 _POLL = 0.02
+_LEAVING = 5.0
+"""Seconds that ranks have to say what they noticed, and to end."""
 _BEGUN = "tio_megatron/begun"
 _held: list[Store] = []
 
@@ -64,7 +66,8 @@ def outlive_the_store(seconds: float) -> None:
     """From now on a torchrun in this process lets its ranks run when it has lost the store of the rendezvous, or has heard nothing of it for ``seconds``.
 
     torchrun only asks there whether further hosts wait to be taken in, and would end its ranks, before they can say who is missing, with an error of its
-    own about the store. Ranks that need the others notice themselves. Wraps ``DynamicRendezvousHandler.num_nodes_waiting`` of torch 2.13.
+    own about the store. Ranks that need the others notice themselves, within ``TIO_COLLECTIVE_SECONDS``; one that is stopped does not, so soon after
+    that torchrun ends them after all. Wraps ``DynamicRendezvousHandler.num_nodes_waiting`` of torch 2.13.
 
     Raises:
         RuntimeError: torch has no such method.
@@ -75,18 +78,21 @@ def outlive_the_store(seconds: float) -> None:
     stock = getattr(DynamicRendezvousHandler, "num_nodes_waiting", None)
     if stock is None:
         raise RuntimeError(f"torch {torch.__version__}: DynamicRendezvousHandler has no num_nodes_waiting; 2.13.0 has, and would end ranks with their store")
-    seen: dict[str, bool] = {}
+    limited: list[bool] = []
+    lost: list[float] = []
 
     def waiting(self: DynamicRendezvousHandler) -> int:
-        if not seen:
+        if not limited:
             place = store_line.address(self._store)
-            seen["limited"] = place is not None and store_line.limit(place[1], seconds) > 0
-        if seen.get("lost"):
+            limited.append(place is not None and store_line.limit(place[1], seconds) > 0)
+        if lost and time.monotonic() < lost[0] + failure.seconds() + _LEAVING:
             return 0
         try:
             return int(stock(self))
         except RendezvousConnectionError:
-            seen["lost"] = True
+            if lost:
+                raise
+            lost.append(time.monotonic())
             return 0
 
     DynamicRendezvousHandler.num_nodes_waiting = waiting  # type: ignore[method-assign]
