@@ -164,11 +164,12 @@ def test_auto_switches_where_it_is_told(monkeypatch, term):
 CALLED = {
     "wire.py": {"ProcessGroup", "get_rank", "get_world_size", "get_backend", "P2POp", "isend", "irecv", "batch_isend_irecv", "AllToAllOptions"},
     "last_words.py": {"ProcessGroup", "distributed_c10d", "get_rank", "get_process_group_ranks", "is_initialized"},
+    "failure.py": {"DistError", "DistNetworkError", "DistStoreError"},
 }
-"""What is asked of torch.distributed: to move bytes, and who is in a group."""
+"""What is asked of torch.distributed: to move bytes, who is in a group, and what its errors are called."""
 
 
-def test_only_two_files_name_torch_distributed():
+def test_few_files_name_torch_distributed():
     folder = Path(collectives.__file__).parent
     for path in folder.glob("*.py"):
         text = path.read_text()
