@@ -101,7 +101,7 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, shard: VocabShard, 
     Raises:
         ValueError: an id outside the vocabulary, a weight of other rows than the shard's, or a sequence that does not divide by the ranks.
     """
-    if weight.dim() != 2 or weight.shape[0] != shard.rows:
+    if weight.dim() != 2 or not shard.true_rows <= weight.shape[0] <= shard.rows:  # rows of padding may be left out
         raise ValueError(f"embedding: the weight has shape {list(weight.shape)}; this rank's shard is [{shard.rows}, H]")
     check_tokens(ids, shard.order.vocab, "embedding")
     if sequence_parallel and ids.shape[0] % size(group):
