@@ -11,9 +11,11 @@ import typer
 
 import tio_megatron
 from tio_megatron.commands import diagnose, doctor, logdiff, matrix, plan, record, rollouts
+from tio_megatron.commands.usage import JsonGroup
 
 app = typer.Typer(
     name="tio",
+    cls=JsonGroup,
     help="Is there a train-inference mismatch, where does it start, and what to change. Exit status: 0 equal, 1 differs, 2 could not tell.",
     no_args_is_help=True,
     add_completion=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -26,25 +27,82 @@ class Engine(StrEnum):
     vllm = "vllm"
 
 
+def require_fit(
+    engine: Engine, *, dtype: str, batch: int, layout: str | None, tp: int | None, ep: int | None, sp: bool, stock: bool, temperature: float
+) -> None:
+    """Refuse options that ``engine`` would not look at: the trace would be of something else than was asked for. None is an option that was not given.
+
+    Raises:
+        ValueError: names the option and the engines that have it.
+    """
+    small = {"--tp": tp, "--ep": ep, "--sp": sp or None}
+    said = [name for name, value in small.items() if value is not None]
+    if engine is Engine.hf:
+        said += ["--layout"] * (layout is not None) + ["--stock"] * stock
+        if said:
+            raise ValueError(f"{', '.join(said)}: --engine hf runs the whole model in one process, as it is; --engine megatron and --engine vllm have layouts")
+        return
+    if layout is not None and said:
+        raise ValueError(f"--layout {layout} and {', '.join(said)}: both say how the model is cut; give one of them")
+    if batch != 1:
+        raise ValueError(f"--batch {batch}: --engine {engine} is given one sequence a pass; --engine hf has batches")
+    if engine is Engine.megatron:
+        if dtype:
+            raise ValueError(f"--dtype {dtype}: --engine megatron computes in the type of the checkpoint; --engine hf and --engine vllm take another")
+        if sp and (tp or 1) == 1:
+            raise ValueError("--sp: sequence parallelism needs ranks of tensor parallelism, --tp 2 or more")
+        return
+    if sp:
+        raise ValueError("--sp: --engine vllm has no sequence parallelism; --engine megatron has")
+    if ep is not None and ep not in (1, tp or 1):
+        raise ValueError(f"--ep {ep}: vLLM spreads experts over the --tp ranks, so 1 or {tp or 1} would work")
+    if temperature != 1.0:
+        raise ValueError(
+            f"--temperature {temperature:g}: vLLM scores prompts without a temperature, so 1 is the only one; --engine hf and megatron have others"
+        )
+
+
 def require_known(keep: Sequence[str], model: Path) -> None:
     """Refuse a word of ``--keep`` that no point and no parameter of the model has in its name: after a long run it would have kept nothing.
 
     Raises:
-        ValueError: names the word and some that would work.
+        ValueError: names the word and the nearest that would work.
     """
     from tio_megatron.verify.readers.safe_file import SafeFile
     from tio_megatron.verify.recorders.scored import keeper
-    from tio_megatron.verify.traces.points import points
 
-    names = {point.name for moe in (True, False) for point in points(1, [moe])}
+    names = _points_of(model)
     for file in sorted(model.glob("*.safetensors")):
         with SafeFile(file) as held:
             names |= set(held.entries)
-    plain = re.compile(r"layers\.\d+")
-    names = {plain.sub("layers.0", name) for name in names}
     for word in keep:
-        if word != "all" and not any(map(keeper([plain.sub("layers.0", word)]), names)):
-            raise ValueError(f"--keep {word}: no point and no parameter has this in its name; attn, expert_out, logits, layers.0.o_proj or all would work")
+        if word == "all" or any(map(keeper([word]), names)):
+            continue
+        layers = re.compile(r"(?<=layers\.)\d+")
+        alike = [name for name in names if layers.sub("0", name) == layers.sub("0", word)]
+        if alike:
+            count = len({name.split("layers.")[1].split(".")[0] for name in names if "layers." in name})
+            raise ValueError(f"--keep {word}: the model has layers 0 to {count - 1}; {max(alike, key=natural)} would work")
+        known = names | {name.rsplit(".", 1)[-1] for name in names if not name.endswith(".weight")}
+        near = difflib.get_close_matches(word, sorted(known, key=natural), 3, 0.6) or ["attn", "expert_out", "logits", "layers.0.o_proj", "all"]
+        raise ValueError(f"--keep {word}: no point and no parameter of the model has this in its name; {' or '.join(near)} would work")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 9 before layer 10."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split(".")]
+
+
+def _points_of(model: Path) -> set[str]:
+    """Names of the model's points; of both kinds of layer, where its configuration does not say which it has (its recorder says what is wrong with it)."""
+    from tio_megatron.checkpoint import CheckpointConfig
+    from tio_megatron.verify.traces.points import points
+
+    try:
+        shape = CheckpointConfig.from_file(model / "config.json").shape
+    except ValueError:
+        return {point.name for moe in (True, False) for point in points(1, [moe])}
+    return {point.name for point in points(shape.layers, [bool(shape.experts)] * shape.layers)}
 
 
 def require_tokens(sequences: Sequence[Sequence[int]], model: Path) -> None:
@@ -73,9 +131,9 @@ def record(
     full_vocab: Annotated[bool, typer.Option("--full-vocab", help="Record the whole row of log-probabilities of every token too.")] = False,
     keep: Annotated[list[str] | None, typer.Option(help="Keep the tensors of this point or parameter (again for more; 'all').")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in one pass (hf).")] = 1,
-    layout: Annotated[str, typer.Option(help="megatron: tp2+ep2+etp1+pp2+cp2+allgather; vllm: tp2+ep.")] = "tp1",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, in place of --layout.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks, in place of --layout (vllm: as many as tp).")] = 1,
+    layout: Annotated[str | None, typer.Option(help="megatron: tp2+ep2+etp1+pp2+cp2+allgather; vllm: tp2+ep. One rank by default.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks, in place of --layout.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks, in place of --layout (vllm: as many as tp).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism, in place of --layout (megatron).")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="The engine as it is, without the contract (megatron, vllm).")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Sequences to take from the file.")] = 16,
@@ -92,6 +150,7 @@ def record(
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
         from tio_megatron.verify.readers import read_tokens
 
+        require_fit(engine, dtype=dtype, batch=batch, layout=layout, tp=tp, ep=ep, sp=sp, stock=stock, temperature=temperature)
         sequences = read_tokens(tokens)[:limit]
         if (trace / "trace.json").exists():
             raise ValueError(f"{trace}: there is a trace already; remove it or name another folder")
@@ -107,12 +166,12 @@ def record(
         elif engine is Engine.megatron:
             from tio_megatron.verify.recorders.megatron_run import run_megatron
 
-            words = layout if layout != "tp1" else f"tp{tp}+ep{ep}+{'sp' if sp and tp > 1 else 'nosp'}"
+            words = layout or f"tp{tp or 1}+ep{ep or 1}+{'sp' if sp else 'nosp'}"
             run_megatron(model, sequences, trace, layout=words, stock=stock, **options)
         else:
             from tio_megatron.verify.recorders.vllm import run_vllm
 
-            words = layout if layout != "tp1" else f"tp{tp}" + ("+ep" if ep > 1 else "")
+            words = layout or f"tp{tp or 1}" + ("+ep" if (ep or 1) > 1 else "")
             run_vllm(model, sequences, trace, layout=words, dtype=dtype, stock=stock, **options)
         count = sum(map(len, sequences))
         said = f"recorded: {count} tokens of {len(sequences)} sequences, {trace}"
