@@ -87,7 +87,7 @@ def start_torchrun(argv: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from examples.qwen3_moe import starts
+    from examples.qwen3_moe import folders, starts
 
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
@@ -95,7 +95,8 @@ def start_torchrun(argv: list[str]) -> int:
     if place.many:
         starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)
     ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
-    with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder:
+    folders.remove_left_behind(Path(tempfile.gettempdir()), "tio-torchrun-")  # of starts that were killed, not of those that run
+    with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder, folders.held(Path(folder)):
         if place.many and not place.restarts:
             ending.outlive_torchrun(Path(folder))
         began = time.monotonic()

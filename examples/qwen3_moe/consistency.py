@@ -5,14 +5,12 @@ Started by ``launch/qwen3_moe.sh consistency`` on every rank; on one host, or on
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from examples.qwen3_moe.screen import Screen
     from examples.qwen3_moe.training import Training
     from examples.qwen3_moe.world import World
+    from tio_megatron.checkpoint import Weights
     from tio_megatron.contract import Contract
 
 ALONE_SECONDS = 900
@@ -52,12 +51,13 @@ def _work(options: ConsistencyOptions, world: World, screen: Screen) -> int:
         ours = f"{found.tree[:16]} by every schedule" if found.equal else f"{found.tree[:16]}, other bytes by {', '.join(differing)}"
         vendor = "the same" if found.vendor == found.tree else found.vendor[:16]
         screen.say(f"sum of {elements * world.size} numbers over {places}: {ours}; torch's own all-reduce: {vendor}")
-    with _model() as folder:
-        digests = {}
-        for words in options.layouts:
-            with screen.step(words) as note:
-                digests[words] = trained(folder, words, options.steps, None if options.stock else options.contract)
-                note(digests[words])
+    from tio_megatron.testing.qwen3 import tiny_weights
+
+    weights, digests = tiny_weights(model()), {}  # by its seed the same wherever it is made: hosts need no common file system
+    for words in options.layouts:
+        with screen.step(words) as note:
+            digests[words] = trained(weights, words, options.steps, None if options.stock else options.contract)
+            note(digests[words])
     expect = options.expect or (digests[options.layouts[0]] if world.size == 1 else world.from_first(lambda: _alone(options)))
     same = sum(digest == expect for digest in digests.values())
     what = "weights, Adam's moments and log-probabilities" if not options.stock else "stock, weights and Adam's moments"
@@ -81,12 +81,12 @@ def _soak(options: ConsistencyOptions, world: World, screen: Screen, places: str
     return 0 if not wrong else 1
 
 
-def trained(folder: Path, words: str, steps: int, contract: Contract | None) -> str:
+def trained(weights: Weights, words: str, steps: int, contract: Contract | None) -> str:
     """One digest of everything trained in a layout over all ranks and (under the contract) of log-probabilities afterwards; the ranks agree on it."""
     from examples.qwen3_moe.training import Recipe, Training
     from examples.qwen3_moe.training import parse as cut
 
-    run = Training(Recipe(folder, steps=steps, samples=BATCH, warmup=1, lr=5e-3), cut(words), contract)
+    run = Training(Recipe(weights, steps=steps, samples=BATCH, warmup=1, lr=5e-3), cut(words), contract)
     for _ in range(steps):
         run.step()
     made = run.sha256()
@@ -116,15 +116,6 @@ def _scored(run: Training) -> str:
     return found.pop()
 
 
-@contextlib.contextmanager
-def _model() -> Iterator[Path]:
-    """The checkpoint, by its seed the same wherever it is made: hosts need no common file system."""
-    from tio_megatron.testing.qwen3 import write_tiny
-
-    with tempfile.TemporaryDirectory(prefix="tio-consistency-") as place:
-        yield write_tiny(Path(place) / "model", model())
-
-
 def _alone(options: ConsistencyOptions) -> str:
     """What a process without others trains: this program again, of one rank (rank 0 starts it, the others wait).
 
@@ -133,7 +124,8 @@ def _alone(options: ConsistencyOptions) -> str:
     """
     from examples.qwen3_moe.children import without_ranks
 
-    words = [sys.executable, "-W", "ignore", "-m", "examples.qwen3_moe.consistency", "--layouts", "tp1", "--steps", str(options.steps), "--sizes"]
+    start = f"from examples.qwen3_moe import children, consistency; children.end_with_parent({os.getpid()}); raise SystemExit(consistency.main())"
+    words = [sys.executable, "-W", "ignore", "-c", start, "--layouts", "tp1", "--steps", str(options.steps), "--sizes"]
     words += ["--stock"] if options.stock else []
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(words, env=without_ranks(os.environ), cwd=root, capture_output=True, text=True, timeout=ALONE_SECONDS)

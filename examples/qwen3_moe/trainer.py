@@ -13,12 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import tio_megatron
 from examples.qwen3_moe.batches import Batch, batch, steps
+from examples.qwen3_moe.groups import leave_groups, make_groups
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, write_checkpoint
-from tio_megatron.collectives import failure
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
@@ -53,16 +52,7 @@ class Trainer:
             tio_megatron.apply(contract, vocab_size=config.shape.vocab)
         self.config, self.layout, self.contract, self.device = config, layout, contract, device
         sizes = layout.layout
-        with failure.Call(f"making the process groups of {layout}", torch.distributed.group.WORLD):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tp,
-                pipeline_model_parallel_size=sizes.pp,
-                context_parallel_size=sizes.cp,
-                expert_model_parallel_size=sizes.ep,
-                expert_tensor_parallel_size=sizes.expert_tp,
-                distributed_timeout_minutes=failure.patience() / 60,
-            )
-        model_parallel_cuda_manual_seed(seed)
+        make_groups(layout, seed)
         fields = {"moe_token_dispatcher_type": layout.dispatcher} if config.shape.experts else {}
         self.megatron = transformer_config(config, sizes, finalize_model_grads_func=finalize_weighted_grads, calculate_per_token_loss=True, **fields)
         self.model: torch.nn.Module = gpt_model(config, self.megatron, vocab_size=padded_vocab(config, sizes, contract), max_positions=longest).to(device)
@@ -164,9 +154,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave Megatron's groups."""
-        parallel_state.destroy_model_parallel()
-        if self.contract is not None:
-            tio_megatron.undo()
+        leave_groups(self.contract)
 
     def _schedule(self, parts: Sequence[Batch], loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, Any]]], *, forward_only: bool) -> None:
         length = parts[0].tokens.shape[1]

@@ -5,6 +5,7 @@ What a step computes is a function of the global batch; how it is cut (layout, m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import tio_megatron
-from tio_megatron.checkpoint import Checkpoint
-from tio_megatron.collectives import failure
+from examples.qwen3_moe.groups import leave_groups, make_groups
+from tio_megatron.checkpoint import Checkpoint, Weights
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
@@ -70,9 +69,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how; all of it decides the result."""
+    """What is trained and how; all of it decides the result. ``model``: an HF folder, or weights that are held in memory."""
 
-    model: Path
+    model: Path | Weights
     steps: int = 20
     samples: int = 8
     longest: int = 96
@@ -103,20 +102,11 @@ class Training:
         self.recipe, self.cut, self.contract = recipe, cut, contract
         sizes = cut.layout.layout
         cpu_device.enable()
-        with Checkpoint(recipe.model) as checkpoint:
+        with Checkpoint(recipe.model) if isinstance(recipe.model, Path) else contextlib.nullcontext(recipe.model) as checkpoint:
             self.config = checkpoint.config
             if contract is not None:
                 tio_megatron.apply(contract, vocab_size=self.config.shape.vocab)
-            with failure.Call(f"making the process groups of {cut.layout}", dist.group.WORLD):
-                parallel_state.initialize_model_parallel(
-                    tensor_model_parallel_size=sizes.tp,
-                    pipeline_model_parallel_size=sizes.pp,
-                    context_parallel_size=sizes.cp,
-                    expert_model_parallel_size=sizes.ep,
-                    expert_tensor_parallel_size=sizes.expert_tp,
-                    distributed_timeout_minutes=failure.patience() / 60,
-                )
-            model_parallel_cuda_manual_seed(recipe.seed)
+            make_groups(cut.layout, recipe.seed)
             self.megatron = transformer_config(self.config, sizes, finalize_model_grads_func=finalize_model_grads, **self._fields())
             bare = gpt_model(self.config, self.megatron, vocab_size=padded_vocab(self.config, sizes), max_positions=recipe.longest)
             load_weights(bare, checkpoint)
@@ -276,9 +266,7 @@ class Training:
 
     def close(self) -> None:
         """Leave Megatron's groups."""
-        parallel_state.destroy_model_parallel()
-        if self.contract is not None:
-            tio_megatron.undo()
+        leave_groups(self.contract)
 
 
 def global_batch(recipe: Recipe, vocab: int, step: int) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -53,14 +52,12 @@ class World:
     def __init__(self, tell: Callable[[Exception], int] = exit_status) -> None:
         self._tell = tell
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)))
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store: Store | None = None
         try:
             if "RANK" in os.environ:
                 self._store = join(timedelta(seconds=failure.patience()))
             else:
-                self._folder = tempfile.TemporaryDirectory(prefix="tio-world-")
-                dist.init_process_group("gloo", init_method=f"file://{self._folder.name}/rendezvous", rank=0, world_size=1)
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         except (dist.DistError, ValueError) as error:
             raise ending.InputProblem(f"the ranks cannot come together: {_why_not(error)}", everywhere=True) from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -133,8 +130,6 @@ class World:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 def join(limit: timedelta) -> Store:

@@ -105,8 +105,11 @@ def told(
     words = ["consistency", "--layouts", f"dp{hosts * ranks}"]
     words += ["--sizes", "5", "--steps", "500"] if training else ["--soak", "600", "--collectives", *collectives]
     begun = "sum of " if training else f"{hosts * ranks} ranks on {hosts} hosts: every collective has come back once"
+    scratch = folder / "temporary"
+    scratch.mkdir()
+    variables = {"TIO_COLLECTIVE_SECONDS": str(SECONDS), "TIO_RENDEZVOUS_SECONDS": "60", "TMPDIR": str(scratch)}
     with network.hosts(hosts) as made:
-        listeners = [Listener(process) for process in launched.start(made, folder, words, TIO_COLLECTIVE_SECONDS=str(SECONDS), TIO_RENDEZVOUS_SECONDS="60")]
+        listeners = [Listener(process) for process in launched.start(made, folder, words, **variables)]
         first = listeners[0]
         first.heard(begun, 120)
         places = {rank: process for host in made for rank, process in launched.ranks_on(host).items()}
@@ -126,6 +129,7 @@ def told(
             listeners[number].process.wait(60)  # a stopped rank's torchrun finds the first host gone, and ends it
         left = [process for number, host in enumerate(made) for process in host.processes() if all_end or number in survivors]
         assert not left, "no process outlives the job"
+        assert not all_end or not list(scratch.glob("tio-*")), "nothing that the job has written is left behind"
         return found
 
 

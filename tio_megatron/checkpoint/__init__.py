@@ -6,6 +6,7 @@ digests all read it.
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError, require_no_code
 from tio_megatron.checkpoint.digest import digest_differences, manifest_digest, row_digests, tensor_digest
+from tio_megatron.checkpoint.held import HeldWeights, Weights
 from tio_megatron.checkpoint.names import Shard, TensorSpec, tensor_table
 from tio_megatron.checkpoint.reader import Checkpoint
 from tio_megatron.checkpoint.training import TrainingDraft, damaged_files, latest_training, training_state, unlisted_files, whole_beside
@@ -15,9 +16,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointError",
+    "HeldWeights",
     "Shard",
     "TensorSpec",
     "TrainingDraft",
+    "Weights",
     "damaged_files",
     "digest_differences",
     "latest_training",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tio_megatron.checkpoint import CheckpointConfig, tensor_table, write_checkpoint
+from tio_megatron.checkpoint import CheckpointConfig, HeldWeights, tensor_table, write_checkpoint
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -52,21 +53,25 @@ def write_tiny(path: Path, config: dict[str, Any] = DENSE, seed: int = 0, gain: 
         fields: of ``config.json``.
     """
     chosen = config | fields
-    checked = CheckpointConfig.from_dict(chosen)
-    dtype = getattr(torch, checked.dtype)
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensors() -> Any:
-        for name, spec in tensor_table(checked.shape).items():
-            values = torch.randn(spec.shape, generator=generator)
-            if len(spec.shape) == 1:
-                values = 1 + values / 10
-            else:
-                values = values * (embedding_std if "embed" in name else gain / spec.shape[-1] ** 0.5)
-            yield name, values.to(dtype)
-
-    write_checkpoint(path, chosen, tensors())
+    write_checkpoint(path, chosen, _values(chosen, seed, gain, embedding_std))
     return path
+
+
+def tiny_weights(config: dict[str, Any] = DENSE, seed: int = 0) -> HeldWeights:
+    """The weights that :func:`write_tiny` would write, in memory."""
+    return HeldWeights(config, _values(config, seed, 2.0, 1.0))
+
+
+def _values(config: dict[str, Any], seed: int, gain: float, embedding_std: float) -> Iterator[tuple[str, torch.Tensor]]:
+    checked = CheckpointConfig.from_dict(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, spec in tensor_table(checked.shape).items():
+        values = torch.randn(spec.shape, generator=generator)
+        if len(spec.shape) == 1:
+            values = 1 + values / 10
+        else:
+            values = values * (embedding_std if "embed" in name else gain / spec.shape[-1] ** 0.5)
+        yield name, values.to(getattr(torch, checked.dtype))
 
 
 def ragged(lengths: tuple[int, ...] = (170, 1, 65, 97), vocab: int = 700, seed: int = 1) -> list[list[int]]:

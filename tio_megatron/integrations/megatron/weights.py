@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, TensorSpec, tensor_table
+from tio_megatron.checkpoint import CheckpointConfig, TensorSpec, Weights, tensor_table
 from tio_megatron.collectives import wire
 from tio_megatron.integrations.megatron.pieces import VOCABULARY, Piece, pieces, unwrap
 
 
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill this rank's parameters from an HF folder; each rank reads only what it holds. Vocabulary padding becomes zero.
+def load_weights(model: torch.nn.Module, checkpoint: Weights) -> None:
+    """Fill this rank's parameters from an HF folder, or from weights in memory; each rank reads only what it holds. Vocabulary padding becomes zero.
 
     Raises:
         ValueError: a parameter has no HF counterpart, or another size or dtype.
