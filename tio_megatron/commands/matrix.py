@@ -15,7 +15,7 @@ EPILOG = "Example: tio matrix layouts.yaml --out out/matrix"
 
 
 def matrix(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with model, tokens, trainers and rollouts; docs/divergence.md shows one.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with model, tokens, trainers and rollouts; docs/doctor.md shows one.")],
     out: Annotated[Path, typer.Option(help="Folder for recordings, logs, report.json, matrix.png and matrix.html.")] = Path("out/matrix"),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:

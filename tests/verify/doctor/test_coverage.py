@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,17 @@ def test_verls_model_and_overrides():
     other = f"{words} actor_rollout_ref.rollout.something_new=1"
     notes = [one.what for one in examine(model="Qwen3-30B-A3B", trainer=other, rollout=other).findings if "verl's own" in one.what]
     assert notes and "something_new" in notes[-1]
+
+
+def test_the_launch_script_that_is_shipped_is_judged(tmp_path):
+    """It makes its model below its first argument, ``$out``: the folder's own name is compared, and it is said that no more was."""
+    script = str(Path(__file__).parents[3] / "launch" / "qwen3_moe_verl.sh")
+    for name, level in (("model", []), ("other", ["unknown"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(MOE))
+        assert [found[0] for found in options_of(script, script, str(tmp_path / name))] == level
+    notes = [one.what for one in examine(model=str(tmp_path / "model"), trainer=script, rollout=script).findings if "last part" in one.what]
+    assert len(notes) == 1 and "'$out/model'" in notes[0]
 
 
 def test_a_yaml_of_vllm_holds_mappings_of_its_own(tmp_path):

@@ -264,6 +264,10 @@ def add_rules(case: Case) -> Iterator[Rule]:
     x, y = (term[case.rows].to(torch.float64) for term in terms if term is not None)
     for name, out in (("both", x + y), ("the stream alone", x), ("the branch alone", y), ("the branch twice", x + 2 * y), ("the stream twice", 2 * x + y)):
         yield Rule({"residual-terms": name, "extra-rounding": "none"}, lambda out=out: out)  # type: ignore[misc]
+    normed = case.input(f"layers.{case.point.layer}.{'attn_norm' if case.point.part == 'attn_residual' else 'mlp_norm'}")
+    if normed is not None:  # Megatron's apply_residual_connection_post_layernorm
+        from_norm = normed[case.rows].to(torch.float64).reshape(x.shape) + y
+        yield Rule({"residual-terms": "the normed stream and the branch", "extra-rounding": "none"}, lambda: from_norm)
     for kind in (torch.bfloat16, torch.float16):
         to = "bf16" if kind == torch.bfloat16 else "fp16"
         yield Rule({"residual-terms": "both", "extra-rounding": f"sum to {to}"}, lambda kind=kind: rounded(x + y, kind))  # type: ignore[misc]

@@ -86,6 +86,8 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
         rows_a, rows_b = (np.sort(w.double().numpy().view(np.float64).sum(1)) for w in whole if w is not None)
         if correlation < 0.9 and np.array_equal(rows_a, rows_b):
             return _finding("weights-rows", name, "", "both sides hold the same rows in another order")
+    if correlation < 0.9 and (said := _rows_of_others(a, b, name)):
+        return _finding("weights-rows", name, "", said)
     if whole[0] is not None and p.size > 2 and np.array_equal(np.sort(p), np.sort(q)):
         return _finding("weights-rows", name, "", "both sides hold the same elements in another order")
     if correlation > 0.3 or gap < 0.5:
@@ -98,6 +100,33 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
         "another tensor, or one side was never loaded"
     )
     return _finding("weights-missing", name, "", said)
+
+
+def _rows_of_others(a: Trace, b: Trace, name: str) -> str:
+    """In words, that the rows of one side's parameter are the other side's rows of this one and of its neighbours (q, k, v; gate, up): a fused projection
+    was cut in another order. "" where they are not, or were not kept."""
+    family = [other for other in a.weights if other.rsplit(".", 2)[0] == name.rsplit(".", 2)[0]]
+    for label, mine, theirs in (("B", b, a), ("A", a, b)):
+        weight = mine.weight(name)
+        if weight is None or weight.dim() != 2:
+            return ""
+        home: dict[bytes, str] = {}
+        for other in [name, *family]:
+            held = theirs.weight(other)
+            if held is not None and held.dim() == 2 and held.shape[1] == weight.shape[1]:
+                for row in _rows(held):
+                    home.setdefault(row, other)
+        found = [home.get(row, "") for row in _rows(weight)]
+        counts = {other: found.count(other) for other in dict.fromkeys(found) if other}
+        if sum(counts.values()) > 0.9 * len(found) and len(home) > len(found) // 2:
+            said = ", ".join(f"{count} of {other}" for other, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+            return f"{label} holds in it the other side's rows of several parameters: {said}"
+    return ""
+
+
+def _rows(weight: torch.Tensor) -> list[bytes]:
+    """Each row's bytes, of the numbers it holds whatever their type."""
+    return [row.tobytes() for row in weight.to(torch.float64).numpy()]
 
 
 def _constant(sketch: np.ndarray[Any, Any] | None) -> bool:

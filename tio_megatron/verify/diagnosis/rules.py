@@ -54,7 +54,8 @@ class Fit:
 @dataclass(frozen=True)
 class Explained:
     """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference.
-    ``usual``: the first rule of the table. ``ambiguous``: other pairs of rules explain the sides as well, by other axes or with the other side departing."""
+    ``usual``: the first rule of the table, ``far`` how far each side is from it. ``ambiguous``: other pairs of rules explain the sides as well, by other axes
+    or with the other side departing."""
 
     a: Fit
     b: Fit
@@ -62,6 +63,7 @@ class Explained:
     gap: float
     usual: Rule
     ambiguous: tuple[str, ...] = ()
+    far: tuple[float, float] = (0.0, 0.0)
 
 
 def relative(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -103,7 +105,7 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     best = chosen[0]
     axes = _axes(best)
     other = tuple(dict.fromkeys(_axes(pair)[0] for pair in chosen if _axes(pair)[0] != axes[0] or _off(pair, axes[0], usual) != _off(best, axes[0], usual)))
-    return Explained(Fit(best[0][0], best[0][1]), Fit(best[1][0], best[1][2]), axes, gap, usual, other)
+    return Explained(Fit(best[0][0], best[0][1]), Fit(best[1][0], best[1][2]), axes, gap, usual, other, fits[0][1:])
 
 
 _Tried = tuple[Rule, float, float]

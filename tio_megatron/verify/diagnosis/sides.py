@@ -28,6 +28,8 @@ _CONFIGURED = {
 """Axes that the checkpoint decides, by which setting."""
 _USUAL = {"router-sum-order": ("by ascending id", "library")}
 """Where the contract's rule is not the first; torch's sum of so few numbers is the same."""
+_SAME, _OTHER = 0.03, 0.5
+"""A side computes the usual function if it is nearer to it than this part of the difference, and another one if it is farther than that part."""
 _NOBODY = {
     "order": "no side is wrong: both add the same terms, each in its own order",
     "unknown": "the cause is not known",
@@ -60,6 +62,10 @@ def departing(explained: Explained, stated: dict[str, Sequence[object]]) -> tupl
     decides = f"; the checkpoint's {_CONFIGURED[axis]} decides" if axis in _CONFIGURED else ""
     if len(stated.get(_STATED.get(axis, ""), ())) > 1:
         return "", f"the sides state other values for {_STATED[axis]}{decides}"
+    near, far = sorted(explained.far)
+    if near < _SAME * explained.gap and far > _OTHER * explained.gap:  # other steps to one function: "after top-k" of a softmax that sums to 1
+        side = "AB"[explained.far.index(far)]
+        return side, f"{side} departs from the usual ({usual}), which gives the other side up to {near:.2g}{decides}"
     off = [side for side, value in values.items() if value not in fine]
     if len(off) == 1:
         return off[0], f"{off[0]} departs from the usual ({usual}){decides}"

@@ -46,6 +46,11 @@ def _model(run: Running, model: str) -> Iterator[Finding]:
     if theirs is None:
         return
     said = os.path.expanduser(os.path.expandvars(str(theirs)))
+    own = Path(os.path.expanduser(model)).absolute()
+    own = own.parent if own.name == "config.json" else own
+    if "$" in said and Path(said).name.lower() == own.name.lower():  # as in a launch script that makes its folders under one of its arguments
+        yield Finding("note", TOPIC, f"{side} = {shown(theirs)}: a variable that is not set here; its last part is --model's, no more of it was compared")
+        return
     if "$" in said:
         yield Finding("unknown", TOPIC, f"{side} = {shown(theirs)}: a variable that is not set here, so not compared with --model", f"write it out: {model}")
         return
