@@ -82,3 +82,6 @@ CURES: dict[str, str] = {
     "no-token-rank": "A rank without tokens leaves out its collective or its graph and the others wait. Let every rank take part with an empty message.",
     "hang": "The ranks stopped at different points: some wait in a collective that others never enter. Compare what each rank does between the points named.",
 }
+
+LOOK = "Compare this operator's code on both sides: inputs and parameters are equal."
+"""Where no cause is known."""

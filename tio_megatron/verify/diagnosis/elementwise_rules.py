@@ -16,10 +16,11 @@ from tio_megatron.verify.diagnosis.rules import Rule, rounded
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
 _THETAS = (10000.0, 500000.0, 1000000.0, 5000000.0, 10000000.0)
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _TABLES = [
     *("fp32/fp64/fp32", "fp64/fp64/fp32", "fp32/fp64/bf16", "bf16/fp64/fp32", "bf16/fp64/bf16", "fp32/bf16/fp32", "fp32/bf16/bf16"),
     *("bf16/bf16/fp32", "bf16/bf16/bf16", "fp32/fp64/fp16", "fp16/fp64/fp32", "fp16/fp64/fp16"),
+    *("fp32/fp64/e4m3", "fp32/fp64/e5m2"),
 ]
 """Types of frequencies, angles, and the table of cosines and sines."""
 
@@ -27,7 +28,7 @@ _TABLES = [
 def _table_name(table: str) -> str:
     """What is narrow in it, in words."""
     parts = zip(table.split("/"), ("frequencies", "angles", "table"), strict=True)
-    return ", ".join(f"{kind} {what}" for kind, what in parts if kind in ("bf16", "fp16")) or "fp32"
+    return ", ".join(f"{kind} {what}" for kind, what in parts if kind not in ("fp32", "fp64")) or "fp32"
 
 
 def low(case: Case) -> torch.dtype:

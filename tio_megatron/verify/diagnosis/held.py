@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.cures import LOOK
 from tio_megatron.verify.diagnosis.products import Product
 from tio_megatron.verify.diagnosis.rounding import one_rounding
 
 _FEWEST = 8
 """Tokens below which nothing is said of how a deviation depends on its inputs."""
 _MOST = 512
+_TOKENS = "Compare what this operator does with the other rows on both sides."
+_BIAS = "Look for a bias of this product that the checkpoint has not, or that one side leaves out."
 
 
 @dataclass(frozen=True)
@@ -55,36 +58,40 @@ def rows_of(case: Case, made: Product, side: str) -> list[Rows]:
     return [rows for rows in found if len(rows.x)]
 
 
-def not_other_weights(held: list[Rows], dtype: torch.dtype) -> str:
-    """Why ``held`` cannot be said to be computed with other weights, in words; "" where it can."""
+def not_other_weights(held: list[Rows], dtype: torch.dtype) -> tuple[str, str]:
+    """Why ``held`` cannot be said to be computed with other weights, and what to look for, in words; ("", "") where it can be said."""
     noise = one_rounding(dtype)
     off, exact = torch.cat([rows.off for rows in held]), torch.cat([rows.exact for rows in held])
     size = exact.square().mean().sqrt().clamp_min(1e-30)
     gap = float(off.square().mean().sqrt() / size)
     if len(off) < _FEWEST:
-        return f"it was recorded for {len(off)} rows only: too few to tell other weights from another computation"
-    moved = (off.square().mean(-1).sqrt() > 0.1 * off.square().mean().sqrt()).to(torch.float64).mean()
-    if float(moved) < 0.9:
-        return f"{100 * float(1 - moved):.3g}% of the rows follow from the parameter held: other weights would move all of them"
+        return f"it was recorded for {len(off)} rows only: too few to tell other weights from another computation", "Record more tokens."
+    moved = float((off.square().mean(-1).sqrt() > 0.1 * off.square().mean().sqrt()).to(torch.float64).mean())
+    if moved < 0.9:
+        return f"{100 * (1 - moved):.3g}% of the rows follow from the parameter held: other weights would move all of them", _TOKENS
     centre = torch.cat([rows.off - rows.off.mean(0) for rows in held if len(rows.x) > 1] or [off])
     if float(centre.square().mean().sqrt() / size) < max(noise, 0.2 * gap):
-        return "every row is off by one and the same vector: a bias that the other side lacks"
-    y = exact.flatten() / size
-    powers = torch.stack([y, y.square(), y**3, y**5, torch.ones_like(y)], -1)
-    left = off.flatten() / size - powers @ torch.linalg.lstsq(powers, (off.flatten() / size)[:, None]).solution[:, 0]
-    if float(left.square().mean().sqrt()) < max(1.2 * noise if gap > 2 * noise else 0.0, 0.2 * gap):
-        return "it is a function of the result, element by element (a soft cap, a clamp)"
+        return "every row is off by one and the same vector, whatever its inputs are: a bias that the other side lacks", _BIAS
+    if _of_the_result(off / size, exact / size, noise, gap):
+        return "it is a function of the result, element by element (a soft cap, a clamp)", LOOK
     wide = [rows for rows in held if len(rows.x) >= rows.x.shape[1] + max(4, rows.x.shape[1] // 8)]
-    if wide:
-        total, count = 0.0, 0
-        for rows in wide:
-            rest = rows.out - rows.x @ torch.linalg.lstsq(rows.x, rows.out).solution
-            free = len(rows.x) - rows.x.shape[1]
-            total += float(rest.square().sum()) * len(rows.x) / free
-            count += rest.numel()
-        error = float((total / count) ** 0.5 / size)
-        return "" if error <= max(1.3 * noise, 0.05 * gap) else f"no weights give all rows: the best ones leave {error:.2g} unexplained"
-    return _follows_inputs(held)
+    if not wide:
+        return _follows_inputs(held), LOOK
+    total, count = 0.0, 0
+    for rows in wide:
+        rest = rows.out - rows.x @ torch.linalg.lstsq(rows.x, rows.out).solution
+        total += float(rest.square().sum()) * len(rows.x) / (len(rows.x) - rows.x.shape[1])
+        count += rest.numel()
+    error = float((total / count) ** 0.5 / size)
+    return (f"no weights give all rows: the best ones leave {error:.2g} unexplained" if error > max(1.3 * noise, 0.05 * gap) else ""), LOOK
+
+
+def _of_the_result(off: torch.Tensor, y: torch.Tensor, noise: float, gap: float) -> bool:
+    """Whether the deviation is a smooth function of the exact result ``y``, alone."""
+    off, y = off.flatten(), y.flatten()
+    powers = torch.stack([y, y.square(), y**3, y**5, torch.ones_like(y)], -1)
+    left = off - powers @ torch.linalg.lstsq(powers, off[:, None]).solution[:, 0]
+    return float(left.square().mean().sqrt()) < max(1.2 * noise if gap > 2 * noise else 0.0, 0.2 * gap)
 
 
 def _follows_inputs(held: list[Rows]) -> str:

@@ -1,0 +1,70 @@
+"""Differences told by rules: each side is computed anew by every rule of its operator, and what the sides' rules differ in is the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tio_megatron.verify.diagnosis import faults
+from tio_megatron.verify.diagnosis.case import Case
+from tio_megatron.verify.diagnosis.cures import CURES
+from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.orders_of import order_finding
+from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
+from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain
+from tio_megatron.verify.diagnosis.sides import departing
+
+_RENAMED = {"visible": "mask"}
+"""Axes whose name is not the cause's."""
+
+
+def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
+    """The finding of a point that is made by one formula; None where no rule explains the sides."""
+    a, b = (side[case.rows] for side in case.sides)
+    explained = explain(rules, a, b)
+    if explained is None:
+        return missing_inputs(case)
+    if explained.axes:
+        return framework(case, explained)
+    dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
+    worst = max(explained.a.error, explained.b.error)
+    if faults.constant(case) or too_large_alone(case):
+        return None
+    summed = case.point.op not in ("rope", "swiglu", "add", "embedding", "scaling")
+    if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst if summed else worst / 2, dtype):
+        if not summed:  # so there is no order
+            said = (*same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
+            return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
+        return order_finding(case, None, same_formula(explained))
+    return None
+
+
+def framework(case: Case, explained: Explained) -> Finding:
+    """The finding of two sides that follow different rules: the first axis is the cause."""
+    rules = explained.a.rule, explained.b.rule
+    axis = explained.axes[0]
+    side, reason = departing(explained, {name: case.fact(name) for name in ("norm_eps", "rope_theta")})
+    lines = [f"{name}: A {rules[0].axes[name]!r}, B {rules[1].axes[name]!r}" for name in explained.axes]
+    lines.append(f"computed anew from the recorded inputs by these rules: {_errors(explained)}")
+    return Finding(
+        "framework",
+        _RENAMED.get(axis, axis),
+        side=side,
+        side_reason=reason,
+        details={"axes": list(explained.axes), "a": rules[0].axes[axis], "b": rules[1].axes[axis]},
+        evidence=tuple(lines),
+        cure=CURES[_RENAMED.get(axis, axis)],
+    )
+
+
+def _errors(explained: Explained) -> str:
+    return f"A comes out within {explained.a.error:.2g}, B within {explained.b.error:.2g}; they differ by {explained.gap:.2g}"
+
+
+def same_formula(explained: Explained) -> list[str]:
+    """Evidence, where one rule explains both sides."""
+    return [f"equal inputs, one formula for both, computed anew from them: {_errors(explained)}"]
+
+
+def missing_inputs(case: Case) -> Finding:
+    """What can be said without the point's inputs."""
+    return faults.garbage(case) or faults.constant(case) or faults.unknown_inputs(case)
