@@ -1,9 +1,13 @@
 """What the compiler makes of the Triton kernels for sm_90, without a GPU: ``python -m tio_megatron.kernels.triton_report [FILE]``.
 
 Each kernel is compiled as its launcher would launch it at the shapes of Qwen3-30B-A3B, by Triton and the ``ptxas`` in its wheel. Nothing runs. A row says:
-registers of a thread; bytes spilt; shared memory of a program; the matrix instruction; and whether a sum or product could still be contracted
-(``loose``: float additions and products in PTX without an explicit rounding mode, which ``ptxas`` might fuse; there must be none) beside the
-fused multiply-adds that the kernel asks for.
+registers of a thread; bytes spilt; shared memory of a program; the matrix instruction; the fused multiply-adds that the kernel asks for; and two counts
+that must be 0 in every kernel, or the command ends with status 1:
+
+* ``loose``: float additions and products in PTX without an explicit rounding mode, which ``ptxas`` might fuse;
+* ``inexact``: instructions that are not the IEEE operation rounded half to even: an approximation of any function (``div.full``, ``sqrt.approx``, ``rcp``,
+  ``ex2``, ``lg2`` ...), subnormals taken for 0 (``.ftz``), another direction of rounding. No kernel needs one: exp and log are polynomials of our own
+  (:mod:`.triton_math`), the same on both sides.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +36,11 @@ from tio_megatron.kernels import families
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 BF16 = torch.bfloat16
+LOOSE = re.compile(r"\b(?:add|sub|mul|mad)(?:\.ftz)?(?:\.sat)?\.(?:f32|f64|f16|bf16|f16x2|bf16x2|f32x2)\b")
+INEXACT = re.compile(
+    r"\b[a-z]\w*(?:\.\w+)*?\.(?:approx|full|ftz)\b|\b(?:add|sub|mul|mad|fma|div|sqrt|rcp)\.r[zmp]\b"
+    r"|\bcvt\.(?:r[zmp]|rna|rs)(?:\.\w+)*?\.(?:f64|f32|tf32|f16|bf16|f16x2|bf16x2)\b"
+)
 COMMAND = "python -m tio_megatron.kernels.triton_report tests/golden/triton_sm90.txt"
 
 
@@ -46,8 +56,17 @@ class Compiled:
     instructions: tuple[str, ...]
     fused: int
     loose: int
+    inexact: int
     atomics: int
     ptx: str
+
+    def problems(self) -> list[str]:
+        """Why the bytes would not be those of the definition; nothing when nothing speaks against it."""
+        found = [f"{self.name}: {self.loose} sums or products without a rounding mode may be fused; compile with TWO_ROUNDINGS"] if self.loose else []
+        if self.inexact:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(INEXACT.findall(self.ptx)).items()))
+            found.append(f"{self.name}: {kinds}; tl.div_rn, tl.sqrt_rn and triton_math's exp and log are the operations of the contract")
+        return found
 
 
 def compile_launch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
@@ -76,9 +95,9 @@ def compile_launch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
     ptx = made.asm["ptx"]
     registers, spilt = _resources(made.asm["cubin"])
     instructions = tuple(sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+?)\.f32\.bf16", ptx))))
-    loose = len(re.findall(r"\b(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)", ptx))
+    loose, inexact = len(LOOSE.findall(ptx)), len(INEXACT.findall(ptx))
     fused, atomics = len(re.findall(r"\bfma\.rn\.f32", ptx)), len(re.findall(r"\b(?:atom|red)\.", ptx))
-    return Compiled(fn.__name__, registers, spilt, made.metadata.shared, made.metadata.num_warps, instructions, fused, loose, atomics, ptx)
+    return Compiled(fn.__name__, registers, spilt, made.metadata.shared, made.metadata.num_warps, instructions, fused, loose, inexact, atomics, ptx)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -157,6 +176,8 @@ def launches() -> dict[str, Callable[[], object]]:
         "rms_norm_backward": lambda: norm.rms_norm_backward(x, x, w, 1e-6),
         "swiglu": lambda: swiglu.swiglu(gate_up),
         "swiglu_backward": lambda: swiglu.swiglu_backward(bf16(tokens, ffn), gate_up),
+        "silu": lambda: swiglu.silu(gate_up),
+        "silu_backward": lambda: swiglu.silu_backward(gate_up, gate_up),
         "rope": lambda: rope.rope(q, torch.zeros(tokens, dtype=torch.int64), fp32(64, size), False),
         "router_scores": lambda: router.scores(logits),
         "route": lambda: router.route(logits, 8, True),
@@ -165,8 +186,13 @@ def launches() -> dict[str, Callable[[], object]]:
         "combine_backward": lambda: combine.combine_backward(x, x, ids, score),
         "vocab_max": lambda: logprob.vocab_max(words, vocab),
         "vocab_sumexp": lambda: logprob.vocab_sumexp(words, row, *shard, False),
+        "vocab_sumexp, weighted": lambda: logprob.vocab_sumexp(words, row, *shard, True),
+        "log_softmax": lambda: logprob.log_softmax(words, vocab, order.runs, order.block),
+        "entropy": lambda: logprob.entropy(row, row),
+        "entropy_backward": lambda: logprob.entropy_backward(row, words, row, row, row, vocab),
         "logprob_backward": lambda: logprob.logprob_backward(row, words, row, row, ids[:, 0], vocab),
         "gather_logprob": lambda: logprob.gather_logprob(row, row, row),
+        "balance_sums": lambda: router.balance_sums(logits, ids, torch.zeros(tokens, dtype=torch.int64), 2),
         "balance_backward": lambda: router.balance_backward(logits, fp32(2, experts), ids[:, 0]),
         "embedding_backward": lambda: embedding.embedding_backward(x, ids[:, 0], 1024, 0),
         "add_products": lambda: integer_sum.add_products([low], [high], [peak], [-40], [40], x, gate_up, offsets, offsets[:2], None),
@@ -181,27 +207,32 @@ def launches() -> dict[str, Callable[[], object]]:
     }
 
 
-def table() -> str:
-    """The report: one row per kernel and launch, each kernel once per set of compile-time sizes."""
+def table() -> tuple[str, list[str]]:
+    """The report, one row per kernel and launch, each kernel once per set of compile-time sizes; and what speaks against its kernels."""
+    problems: dict[str, None] = {}
     lines = [
         f"# {families.version('triton-sm90')} for sm_90: compiled, nothing has run. {COMMAND}",
-        f"{'launch':<34} {'kernel':<16} {'warps':>5} {'registers':>9} {'spilt':>5} {'shared':>7} {'fused':>6} {'loose':>5} {'atomic':>6}  instruction",
+        f"{'launch':<34} {'kernel':<16} {'warps':>5} {'registers':>9} {'spilt':>5} {'shared':>7} {'fused':>6} {'loose':>5} {'inexact':>7} {'atomic':>6}"
+        "  instruction",
     ]
     for what, launch in launches().items():
         with compiling() as found:
             launch()
         seen = set()
         for one in found:
-            row = f"{what:<34} {one.name:<16} {one.warps:>5} {one.registers:>9} {one.spilt:>5} {one.shared:>7} {one.fused:>6} {one.loose:>5} {one.atomics:>6}"
-            row = f"{row}  {' '.join(one.instructions)}".rstrip()
+            problems |= dict.fromkeys(f"{what}: {problem}" for problem in one.problems())
+            row = f"{what:<34} {one.name:<16} {one.warps:>5} {one.registers:>9} {one.spilt:>5} {one.shared:>7} {one.fused:>6} {one.loose:>5}"
+            row = f"{row} {one.inexact:>7} {one.atomics:>6}  {' '.join(one.instructions)}".rstrip()
             if row not in seen:
                 lines.append(row)
                 seen.add(row)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", list(problems)
 
 
 if __name__ == "__main__":
-    report = table()
+    report, wrong = table()
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(report)
     print(report, end="")
+    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)
+    sys.exit(1 if wrong else 0)
