@@ -8,8 +8,6 @@ outputs. An axis that does not divide has one leaf, and may not be cut.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting
-from tio_megatron.integrations.deepspeed.state import refuse_run
+from tio_megatron.integrations.deepspeed.state import ordered, refuse_run
 from tio_megatron.integrations.deepspeed.sums import sum_of
 from tio_megatron.kernels.linear import matmul
 from tio_megatron.layers.linear import column_parallel, row_parallel
@@ -25,11 +23,10 @@ from tio_megatron.layers.linear import column_parallel, row_parallel
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Of this rank's part of a weight ``[outputs, inputs]``, and the setting that they come from."""
+    """Of this rank's part of a weight ``[outputs, inputs]``."""
 
     outputs: int
     inputs: int
-    setting: Setting
 
 
 def leaves_of(contract: Contract, axis: str, length: int, parts: int, where: str) -> int:
@@ -46,75 +43,53 @@ def leaves_of(contract: Contract, axis: str, length: int, parts: int, where: str
     return contract.leaves_of(axis, length, parts, where)
 
 
-def leaves_for(contract: Contract, setting: Setting, outputs: int, inputs: int, parts: tuple[int, int], where: str) -> Leaves:
+def leaves_for(contract: Contract, outputs: int, inputs: int, parts: tuple[int, int], where: str) -> Leaves:
     """Of a weight ``[outputs, inputs]`` cut in ``parts`` (outputs, inputs).
 
     Raises:
         ValueError: see :func:`leaves_of`.
     """
     row = "attn_row" if contract.cuts.attn_row > contract.cuts.mlp_row else "mlp_row"
-    return Leaves(leaves_of(contract, "col_dgrad", outputs, parts[0], f"{where} (input gradient)"), leaves_of(contract, row, inputs, parts[1], where), setting)
+    return Leaves(leaves_of(contract, "col_dgrad", outputs, parts[0], f"{where} (input gradient)"), leaves_of(contract, row, inputs, parts[1], where))
 
 
 class OrderedLinear(nn.Linear):
     """``nn.Linear`` with the contract's products; a module gets this class where it lies, so its parameters and their names stay."""
 
     tio_leaves: Leaves
+    tio_setting: Setting
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (stock's name)
         """``input`` [..., K] -> [..., N], bf16 or fp32 like the weight."""
-        refuse_run(self.tio_leaves.setting)
+        refuse_run(self.tio_setting)
         out = column_parallel(input, self.weight, leaves=self.tio_leaves.inputs, dgrad_leaves=self.tio_leaves.outputs)
         return with_bias(out, self.bias)
 
 
-def column_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _column(layer: Any, input: Tensor) -> Tensor:  # noqa: A002
     """``LinearLayer.forward``: the input gradient by the tree over ranks. ``tp_overlap_comm`` changes nothing: there is nothing to overlap."""
+    leaves = layer.tio_leaves
+    out = column_parallel(input, layer.weight, group=layer.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs)
+    out = with_bias(out, layer.bias)
+    if layer.gather_output:
+        from deepspeed.module_inject.layers import GatherFromTensorParallelRegion
 
-    @functools.wraps(original)
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        leaves = getattr(self, "tio_leaves", None)
-        if leaves is None:
-            return original(self, input)
-        refuse_run(leaves.setting)
-        out = column_parallel(input, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs)
-        out = with_bias(out, self.bias)
-        if self.gather_output:
-            from deepspeed.module_inject.layers import GatherFromTensorParallelRegion
-
-            out = GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
-        return out
-
-    return forward
+        out = GatherFromTensorParallelRegion.apply(layer.mp_group, out, layer._partition_sizes)
+    return out
 
 
-def row_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _row(layer: Any, input: Tensor) -> Tensor:  # noqa: A002
     """``LinearAllreduce.forward``: the sum over inputs by the tree over leaves and ranks, one rounding."""
-
-    @functools.wraps(original)
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        leaves = getattr(self, "tio_leaves", None)
-        if leaves is None:
-            return original(self, input)
-        refuse_run(leaves.setting)
-        return with_bias(row_parallel(input, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs), self.bias)
-
-    return forward
+    leaves = layer.tio_leaves
+    return with_bias(row_parallel(input, layer.weight, group=layer.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs), layer.bias)
 
 
-def head_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _head(layer: Any, input: Tensor) -> Tensor:  # noqa: A002
     """``LmHeadLinearAllreduce.forward`` (inference): this rank's columns of the whole input, then as a row layer."""
+    return _row(layer, input.split(list(layer._partition_sizes), dim=-1)[layer.tp_index])
 
-    @functools.wraps(original)
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        leaves = getattr(self, "tio_leaves", None)
-        if leaves is None:
-            return original(self, input)
-        refuse_run(leaves.setting)
-        mine = input.split(list(self._partition_sizes), dim=-1)[self.tp_index]
-        return with_bias(row_parallel(mine, self.weight, group=self.mp_group, leaves=leaves.inputs, dgrad_leaves=leaves.outputs), self.bias)
 
-    return forward
+column_forward, row_forward, head_forward = ordered(_column), ordered(_row), ordered(_head)
 
 
 def with_bias(out: Tensor, bias: Tensor | None) -> Tensor:

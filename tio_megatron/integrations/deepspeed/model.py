@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.deepspeed import refusals
 from tio_megatron.integrations.deepspeed.linears import OrderedLinear, leaves_for
 from tio_megatron.integrations.deepspeed.norms import adopt_norm, epsilon_of
+from tio_megatron.integrations.deepspeed.state import SETTING
 
 
 def adopt(model: nn.Module, setting: Setting) -> None:
@@ -24,19 +27,20 @@ def adopt(model: nn.Module, setting: Setting) -> None:
     refusals.check_layers(model)
     gates = {id(module.wg) for module in model.modules() if isinstance(module, TopKGate)}
     for name, module in model.named_modules():
-        if type(module) is LinearLayer:
+        if type(module) in (LinearLayer, LinearAllreduce, LmHeadLinearAllreduce):
             ranks = module.tp_world_size
-            outputs, inputs = module.weight.shape
-            module.tio_leaves = leaves_for(setting.contract, setting, outputs * ranks, inputs, (ranks, 1), name)  # type: ignore[assignment]
-        elif type(module) in (LinearAllreduce, LmHeadLinearAllreduce):
-            ranks = module.tp_world_size  # type: ignore[assignment]
-            outputs, inputs = module.weight.shape  # type: ignore[union-attr]
-            module.tio_leaves = leaves_for(setting.contract, setting, outputs, inputs * ranks, (1, ranks), name)  # type: ignore[assignment]
+            _order(module, name, (ranks, 1) if type(module) is LinearLayer else (1, ranks), setting)
         elif (epsilon := epsilon_of(module)) is not None:
             adopt_norm(module, epsilon, setting)
         elif isinstance(module, MOELayer):
-            module.tio_setting = setting  # type: ignore[assignment]
+            setattr(module, SETTING, setting)
         elif type(module) in (nn.Linear, OrderedLinear) and id(module) not in gates:
             module.__class__ = OrderedLinear
-            outputs, inputs = module.weight.shape  # type: ignore[union-attr]
-            module.tio_leaves = leaves_for(setting.contract, setting, outputs, inputs, (1, 1), name)  # type: ignore[assignment]
+            _order(module, name, (1, 1), setting)
+
+
+def _order(linear: Any, name: str, parts: tuple[int, int], setting: Setting) -> None:
+    """``parts``: in how many its outputs and its inputs are cut; it holds one."""
+    outputs, inputs = (length * cut for length, cut in zip(linear.weight.shape, parts, strict=True))
+    linear.tio_leaves = leaves_for(setting.contract, outputs, inputs, parts, name)
+    setattr(linear, SETTING, setting)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tio_megatron.integrations.deepspeed.experts import run_experts
-from tio_megatron.integrations.deepspeed.state import refuse_run
+from tio_megatron.integrations.deepspeed.state import ordered
 from tio_megatron.layers.dispatch import AllToAll, ExpertGroups
 from tio_megatron.layers.grains import rank, size
 from tio_megatron.layers.router import route_tokens, router_logits
 
 
-def moe_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The patch: layers of an engine under a contract run :func:`run`, others stock's code."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *input: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002  (stock's name)
-        setting = getattr(self, "tio_setting", None)
-        if setting is None:
-            return original(self, *input, **kwargs)
-        refuse_run(setting)
-        return run(self, input[0], input[1] if len(input) > 1 else None)
-
-    return forward
-
-
-def run(layer: Any, hidden: Tensor, used_token: Tensor | None) -> Tensor:
+def run(layer: Any, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
     """``hidden`` [..., M] of one micro-batch -> the same shape; leaves ``l_aux`` and ``exp_counts`` on the layer, as stock does.
 
     Raises:
@@ -52,6 +36,9 @@ def run(layer: Any, hidden: Tensor, used_token: Tensor | None) -> Tensor:
     counts = torch.bincount(local * size(group) + sources, minlength=layer.num_local_experts * size(group))
     done = run_experts(layer.experts.deepspeed_experts, rows, counts.view(layer.num_local_experts, size(group)))
     return way.combine(way.collect(done), probs).view(hidden.shape)
+
+
+moe_forward = ordered(run)
 
 
 def balance(logits: Tensor, ids: Tensor, k: int) -> Tensor:

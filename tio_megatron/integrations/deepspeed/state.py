@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.megatron.state import active, session
 
-__all__ = ["active", "refuse_run", "session"]
+__all__ = ["SETTING", "active", "ordered", "refuse_run", "session"]
+
+SETTING = "tio_setting"
+"""Attribute of a layer of DeepSpeed's own class that is under a contract."""
 
 
 def refuse_run(built_under: Setting) -> None:
@@ -19,3 +26,20 @@ def refuse_run(built_under: Setting) -> None:
             "this DeepSpeed engine was built under a contract that is not in force any more: call tio_megatron.apply() with the same one again, and undo() "
             "only after the engine's last use"
         )
+
+
+def ordered(ours: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The patch of a layer's ``forward``: a layer that was built under a contract runs ``ours``, any other the original."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            setting = getattr(self, SETTING, None)
+            if setting is None:
+                return original(self, *args, **kwargs)
+            refuse_run(setting)
+            return ours(self, *args, **kwargs)
+
+        return forward
+
+    return build
