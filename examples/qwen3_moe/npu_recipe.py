@@ -99,7 +99,13 @@ def command(recipe: Recipe, model: str, data: str, npus: int, more: Sequence[str
         f"{engine}.expert_parallel_size": rollout.tp if rollout.expert_parallel else 1,
         f"{engine}.enforce_eager": True,
         f"{engine}.calculate_log_probs": True,
+        # vllm-ascend's sampler gives raw log-probabilities alone, which are the trainer's at temperature 1; packed weights do not sleep
+        f"{engine}.logprobs_mode": "raw_logprobs",
+        f"{engine}.temperature": 1.0,
+        f"{engine}.free_cache_engine": False,
+        f"+{engine}.enable_sleep_mode": False,
         f"+{engine}.engine_kwargs.vllm.block_size": 128,
+        f"+{engine}.engine_kwargs.vllm.async_scheduling": False,
         "trainer.device": "npu",
         "trainer.nnodes": max(recipe.trainer.ranks // npus, 1),
         "trainer.n_gpus_per_node": min(npus, recipe.trainer.ranks),

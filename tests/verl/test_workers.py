@@ -40,3 +40,14 @@ def test_one_rank_of_the_trainer_lacks_it(tmp_path: Path) -> None:
     layout = (*layout, f"{actor}.expert_tensor_parallel_size=1", f"{rollout}.tensor_model_parallel_size=2")
     said = refused(tmp_path, *STOCK, *layout, ranks=2, VERL_USE_EXTERNAL_MODULES="verl_forgets", TIO_START_SECONDS="20")
     assert "rank 1: tio_megatron did not load there" in said and "rank 0: tio_megatron did not load" not in said, said[-6000:]
+
+
+def test_no_worker_of_the_rollout_has_it(tmp_path: Path) -> None:
+    """Beside a trainer that has it: VLLM_PLUGINS leaves ours out. The trainer asks before it pushes weights."""
+    said = refused(tmp_path, VLLM_PLUGINS="none")
+    assert "verl's rollout would be stock: tio_megatron did not load in a worker of its vLLM" in said and "VLLM_PLUGINS" in said, said[-6000:]
+
+
+def test_an_option_of_verls_own_that_is_not_covered(tmp_path: Path) -> None:
+    said = refused(tmp_path, "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.actor.megatron.vanilla_mbridge=False")
+    assert "actor_rollout_ref.rollout.top_p=0.9: " in said and "actor_rollout_ref.actor.megatron.vanilla_mbridge=False: " in said, said[-6000:]

@@ -118,3 +118,20 @@ def test_a_rollout_of_verl_names_a_trainer_without_us(monkeypatch):
     assert "VERL_USE_EXTERNAL_MODULES='my.module'" in line and "VERL_USE_EXTERNAL_MODULES=tio_megatron.auto in the environment of every worker" in line
     monkeypatch.setitem(sys.modules, "tio_megatron.auto", type(sys)("tio_megatron.auto"))
     assert workers.trainer_without_us() == []
+
+
+def test_a_worker_says_whether_it_obeys_a_trainers_contract():
+    """How verl's trainer asks, whose servers return nothing. In verl's own processes: tests/verl/test_workers.py."""
+    from tio_megatron.contract import Contract
+    from tio_megatron.integrations.vllm import plugin, workers
+
+    was = plugin.is_active()
+    plugin.activate(Contract())
+    try:
+        mine = workers.this_worker()
+        workers.tio_agree(None, mine)
+        with pytest.raises(ValueError, match=r"rollout rank 0 .* / trainer rank 3 .*: contract: .* / none; kernels: .* / none; give both the same packages"):
+            workers.tio_agree(None, mine | {"rank": 3, "contract": "none", "kernels": "none"})
+    finally:
+        if not was:
+            plugin.deactivate()

@@ -45,8 +45,16 @@ def all_patches() -> tuple[Patch, ...]:
     if platforms.is_ascend():
         # Its model runner has a method of its own there, and generators that can be rewound.
         table = [row for row in table if row[1] is not sampler.rewind_generators]
-    asked = VllmPatch(workers.TARGET, lambda stock: workers.tio_process, "collective_rpc calls methods of the worker, whatever its class", may_be_absent=True)
-    return (*(VllmPatch(target, build, why) for target, build, why in table), asked)
+    asked = (
+        VllmPatch(
+            f"{workers.WORKER}.{method.__name__}",
+            lambda stock, method=method: method,
+            "collective_rpc calls methods of the worker, whatever its class",
+            may_be_absent=True,
+        )
+        for method in workers.METHODS
+    )
+    return (*(VllmPatch(target, build, why) for target, build, why in table), *asked)
 
 
 def front_patches() -> tuple[Patch, ...]:

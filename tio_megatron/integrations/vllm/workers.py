@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tio_megatron import kernels
@@ -14,7 +14,7 @@ from tio_megatron.integrations import roll_call, roll_files
 from tio_megatron.integrations.vllm import plugin
 
 METHOD = "tio_process"
-TARGET = f"vllm.v1.worker.worker_base:WorkerBase.{METHOD}"
+WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 SECONDS = 120.0
 
 
@@ -56,6 +56,33 @@ def tio_process(worker: Any) -> dict[str, Any]:
     mine = this_worker() | {"model": type(worker.model_runner.get_model()).__name__}
     roll_files.leave(mine, _ranks())
     return mine
+
+
+BETWEEN = ("contract", "kernels", "tio_megatron")
+"""What a trainer and its rollout must have in common."""
+
+
+def tio_agree(worker: Any, theirs: Mapping[str, Any]) -> None:
+    """The method by which a trainer asks whether this worker obeys its contract, where ``collective_rpc`` brings no answer back (verl's servers).
+
+    Args:
+        worker: of the rollout, which stands for its process.
+        theirs: :func:`.roll_call.answer` of the trainer.
+
+    Raises:
+        ValueError: it does not; names what differs.
+    """
+    ours = this_worker()
+    found = [f"{field}: {ours[field]} / {theirs.get(field)}" for field in BETWEEN if ours[field] != theirs.get(field)]
+    if found:
+        raise ValueError(
+            f"rollout and trainer obey different contracts (rollout {roll_call.who(ours)} / trainer {roll_call.who(theirs)}): {'; '.join(found)}; give both "
+            "the same packages and TIO_CONTRACT"
+        )
+
+
+METHODS = (tio_process, tio_agree)
+"""Given to every worker, for ``collective_rpc``."""
 
 
 def all_workers(llm: Any, seconds: float = SECONDS) -> list[dict[str, Any]]:

@@ -1,0 +1,179 @@
+"""verl's trainer meets its rollout before weights are pushed. verl's three symbols are stand-ins here; make test-verl has the real ones."""
+
+import asyncio
+import importlib.metadata
+import sys
+import types
+
+import pytest
+
+from tio_megatron.integrations.verl import both_sides, refusals
+
+CONFIG = {
+    "actor": {
+        "strategy": "megatron",
+        "megatron": {"use_mbridge": True, "vanilla_mbridge": True, "router_replay": {"mode": "disabled"}},
+        "qat": {"enable": False},
+    },
+    "ref": {"strategy": "megatron", "megatron": {"use_mbridge": True, "vanilla_mbridge": True}},
+    "model": {"use_fused_kernels": False, "lora_rank": 0, "lora": {"rank": 0}, "mtp": {"enable": False}},
+    "rollout": {"name": "vllm", "top_p": 1, "top_k": -1, "temperature": 0.7, "logprobs_mode": "processed_logprobs"},
+}
+
+
+def changed(path, value):
+    """The configuration with one setting changed."""
+    found = {side: dict(settings) for side, settings in CONFIG.items()}
+    at = found
+    *names, last = path.split(".")
+    for name in names:
+        at[name] = dict(at.get(name, {}))
+        at = at[name]
+    at[last] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("actor.strategy", "fsdp"),
+        ("ref.strategy", "fsdp2"),
+        ("actor.megatron.vanilla_mbridge", False),
+        ("ref.megatron.use_mbridge", False),
+        ("actor.megatron.dynamic_context_parallel", True),
+        ("actor.megatron.router_replay.mode", "R2"),
+        ("actor.qat.enable", True),
+        ("actor.use_fused_kernels", True),
+        ("model.use_fused_kernels", True),
+        ("model.lora.rank", 8),
+        ("model.mtp.enable", True),
+        ("rollout.name", "sglang"),
+        ("rollout.top_p", 0.9),
+        ("rollout.top_k", 20),
+        ("rollout.quantization", "fp8"),
+        ("rollout.logprobs_mode", "raw_logprobs"),
+    ],
+)
+def test_a_setting_that_is_not_covered_is_named_as_verl_writes_it(path, value):
+    refusals.check(CONFIG, "actor_rollout_ref")
+    with pytest.raises(ValueError, match=r"verl cannot obey the contract:\n  actor_rollout_ref\." + path.replace(".", r"\.") + "=.*would work") as refused:
+        refusals.check(changed(path, value), "actor_rollout_ref")
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_raw_log_probabilities_are_those_of_temperature_one_and_other_roles_are_not_asked():
+    refusals.check(
+        changed("rollout.logprobs_mode", "raw_logprobs") | {"rollout": CONFIG["rollout"] | {"logprobs_mode": "raw_logprobs", "temperature": 1.0}}, "rollout"
+    )
+    refusals.check(changed("rollout.name", "sglang"), "actor")
+    refusals.check(changed("actor.strategy", "fsdp"), "rollout")
+
+
+class ServerAdapter:
+    """verl's, with a server that answers as ``error`` says."""
+
+    error = None
+
+    def __init__(self):
+        self.asked = []
+
+    async def _execute_method(self, method, non_block=False, timeout=None, args=(), kwargs=None):
+        self.asked.append((method, args))
+        if self.error is not None:
+            raise self.error
+
+    async def update_weights(self, weights, global_steps=None):
+        return "pushed", weights, global_steps
+
+
+class Worker:
+    def __init__(self, config):
+        self.config, self.role = config, "actor_rollout"
+
+    def init_model(self):
+        return "built"
+
+    init_model.marks = "verl's"
+
+
+class Manager:
+    def __init__(self, *servers):
+        self.replicas = [types.SimpleNamespace(server_handle=types.SimpleNamespace(collective_rpc=types.SimpleNamespace(remote=server))) for server in servers]
+
+    def build_process_group(self, rollout):
+        return "groups", rollout
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    names = ("verl", "verl.workers", "verl.workers.engine_workers", "verl.workers.rollout", "verl.workers.rollout.vllm_rollout")
+    names = (*names, "verl.workers.rollout.vllm_rollout.vllm_rollout", "verl.checkpoint_engine", "verl.checkpoint_engine.base", "ray")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["verl.workers.engine_workers"].ActorRolloutRefWorker = Worker
+    modules["verl.workers.rollout.vllm_rollout.vllm_rollout"].ServerAdapter = ServerAdapter
+    modules["verl.checkpoint_engine.base"].CheckpointEngineManager = Manager
+    modules["ray"].get = lambda asked: [one() for one in asked]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"verl": "0.9.1"}.get(name) or real(name))
+    monkeypatch.setattr(both_sides, "mine", lambda: {"contract": "a"})
+    monkeypatch.setattr(ServerAdapter, "error", None)
+    both_sides.enable()
+    both_sides.enable()
+    yield
+    both_sides.disable()
+    assert asyncio.run(ServerAdapter().update_weights("w")) == ("pushed", "w", None) and "look_first" not in Worker.init_model.__qualname__
+
+
+ABSENT = "Call to collective_rpc method failed: 'CPUWorker' object has no attribute 'tio_agree'"
+
+
+def test_weights_are_pushed_after_the_rollout_has_agreed(verl, monkeypatch):
+    adapter = ServerAdapter()
+    assert asyncio.run(adapter.update_weights("w", global_steps=3)) == ("pushed", "w", 3)
+    assert adapter.asked == [("tio_agree", ({"contract": "a"},))]
+    monkeypatch.setattr(ServerAdapter, "error", RuntimeError(ABSENT))
+    with pytest.raises(
+        ValueError, match="verl's rollout would be stock: tio_megatron did not load in a worker of its vLLM.*TIO_CONTRACT in the environment of"
+    ):
+        asyncio.run(adapter.update_weights("w"))
+    for error in (RuntimeError("tio_agree: rollout and trainer obey different contracts (...)"), OSError("the server is gone")):
+        monkeypatch.setattr(ServerAdapter, "error", error)
+        with pytest.raises(type(error)) as refused:
+            asyncio.run(adapter.update_weights("w"))
+        assert refused.value is error
+
+
+def test_where_they_share_no_machine_the_driver_asks_every_server(verl):
+    asked = []
+
+    def server(error=None):
+        def remote(method, timeout, args):
+            asked.append((method, args))
+
+            def answer():
+                if error is not None:
+                    raise error
+
+            return answer
+
+        return remote
+
+    assert Manager(server(), server()).build_process_group("r") == ("groups", "r")
+    assert asked == [("tio_agree", ({"contract": "a"},))] * 2
+    with pytest.raises(ValueError, match="verl's rollout would be stock"):
+        Manager(server(), server(AttributeError(ABSENT))).build_process_group("r")
+
+
+def test_settings_are_looked_at_before_a_worker_builds_and_verls_marks_stay(verl):
+    assert Worker(CONFIG).init_model() == "built" and Worker.init_model.marks == "verl's"
+    with pytest.raises(ValueError, match="strategy='fsdp'"):
+        Worker(changed("actor.strategy", "fsdp")).init_model()
+
+
+def test_another_verl_is_named_at_its_import(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.0")
+    with pytest.raises(ImportError, match="verl 0.8.0 is installed; tio_megatron supports verl 0.9.1"):
+        both_sides.enable()
+    both_sides.disable()

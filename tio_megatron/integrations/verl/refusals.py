@@ -1,0 +1,87 @@
+"""What of verl's own settings a contract does not cover, refused by its name when a worker builds its models, with what would work.
+
+What verl hands on is refused further down: megatron-core's options by :mod:`..megatron.refusals`, vLLM's by :mod:`..vllm.refusals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tio_megatron.integrations.megatron.rules import OFF, Rule
+
+_LAYERS = "only Megatron's layers are ours"
+_BRIDGE = "mbridge builds the model of layers that the contract converts; another bridge asks for Transformer Engine's, and its export was never run"
+
+SIDE_RULES = (
+    Rule("strategy", ("megatron",), _LAYERS),
+    Rule("megatron.use_mbridge", (True,), _BRIDGE),
+    Rule("megatron.vanilla_mbridge", (True,), _BRIDGE),
+    Rule("megatron.use_megatron_fsdp", OFF, "it gathers weights and reduces gradients in its own order"),
+    Rule("megatron.dynamic_context_parallel", OFF, "how a sequence is cut would depend on the batch"),
+    Rule("megatron.router_replay.mode", ("disabled", None), "the experts would be those of another pass; under the contract both sides choose alike"),
+    Rule("megatron.qat.enable", OFF, "quantized weights have no kernels"),
+    Rule("qat.enable", OFF, "quantized weights have no kernels"),
+    Rule("use_fused_kernels", OFF, "they compute log-probabilities in their own order"),
+)
+"""Of ``actor_rollout_ref.actor`` and ``.ref``."""
+
+MODEL_RULES = (
+    Rule("use_fused_kernels", OFF, "they compute log-probabilities in their own order"),
+    Rule("lora_rank", (0, None), "adapters are not covered"),
+    Rule("lora.rank", (0, None), "adapters are not covered"),
+    Rule("mtp.enable", OFF, "multi-token prediction is not covered"),
+)
+"""Of ``actor_rollout_ref.model``."""
+
+ROLLOUT_RULES = (
+    Rule("name", ("vllm",), "only vLLM has layers here"),
+    Rule("top_p", (1, 1.0, None), "the rollout's log-probabilities would be those of the cut distribution, and the trainer's are not"),
+    Rule("top_k", (-1, 0, None), "the rollout's log-probabilities would be those of the cut distribution, and the trainer's are not"),
+    Rule("quantization", (None,), "quantized products have no fixed order"),
+    Rule("enable_rollout_routing_replay", OFF, "the experts would be those of another pass; under the contract both sides choose alike"),
+)
+"""Of ``actor_rollout_ref.rollout``."""
+
+
+def check(config: Mapping[str, Any], role: str) -> None:
+    """Refuse what the contract does not cover.
+
+    Args:
+        config: verl's ``actor_rollout_ref``.
+        role: of the worker: which of actor, rollout and ref it holds.
+
+    Raises:
+        ValueError: lists everything by the name under which verl takes it.
+    """
+    lines = [line for side in ("actor", "ref") if side in role for line in _broken(SIDE_RULES, config, side)]
+    lines += _broken(MODEL_RULES, config, "model")
+    if "rollout" in role:
+        lines += [*_broken(ROLLOUT_RULES, config, "rollout"), *_raw(config)]
+    if lines:
+        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+
+
+def _raw(config: Mapping[str, Any]) -> Iterator[str]:
+    mode, temperature = _asked(config, "rollout.logprobs_mode", None), _asked(config, "rollout.temperature", 1.0)
+    if mode not in ("processed_logprobs", None) and not (mode == "raw_logprobs" and temperature == 1):
+        yield (
+            f"actor_rollout_ref.rollout.logprobs_mode={mode!r} at temperature {temperature}: the trainer divides its logits by the temperature; "
+            "'processed_logprobs' would work, or 'raw_logprobs' at temperature 1"
+        )
+
+
+def _broken(rules: tuple[Rule, ...], config: Mapping[str, Any], side: str) -> list[str]:
+    lines = (rule.broken_by({rule.option: _asked(config, f"{side}.{rule.option}", rule.works[0])}) for rule in rules)
+    return [f"actor_rollout_ref.{side}.{line}" for line in lines if line is not None]
+
+
+def _asked(config: Any, path: str, missing: Any) -> Any:
+    """A setting by its dotted name; ``missing`` where this configuration does not have it."""
+    for name in path.split("."):
+        if not isinstance(config, Mapping) and not hasattr(config, "get"):
+            return missing
+        config = config.get(name, missing)
+        if config is missing:
+            return missing
+    return config
