@@ -97,6 +97,23 @@ def test_batches_that_are_gone_moved_or_replaced_show(store, tmp_path):
         Store.open(store.folder)
 
 
+@pytest.mark.parametrize("cut", [lambda raw: raw[:-1], lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), lambda raw: raw + b"x"], ids=["cut", "flipped", "longer"])
+def test_nothing_is_appended_behind_a_damaged_batch(store, cut):
+    path = store.folder / "00000002.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(cut(raw))
+    with pytest.raises(StoreError, match="00000002.safetensors: .*; nothing is appended behind it: bring the file back, or take it out"):
+        Store.open(store.folder).append(batch(7))
+    path.unlink()
+    assert Store.open(store.folder).append(batch(7)) == 2 and Store.open(store.folder).verify().batches == 3
+
+
+def test_a_store_is_made_where_somebody_was_killed_who_made_one(tmp_path):
+    (tmp_path / ".draft-99").write_text("{")
+    assert Store.create(tmp_path).append(batch(7)) == 0
+    assert not list(tmp_path.glob(".draft-*"))
+
+
 def test_a_failed_append_leaves_everything_as_it_was(store, monkeypatch):
     noted, listing = store.head, sorted(os.listdir(store.folder))
 

@@ -72,7 +72,7 @@ class Store:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            there = sorted(path.name for path in folder.iterdir())
+            there = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_DRAFT))  # of somebody who was killed here
             if there:
                 what = "a store already: open it" if STORE in there else f"not empty ({there[0]}, ...): name a new folder"
                 raise StoreError(f"{folder}: {what}")
@@ -122,7 +122,7 @@ class Store:
                 stale.unlink()
             self.refresh()
             number = self.batches
-            _write(self.folder, _name(number), encode(batch, number, self.head))
+            _write(self.folder, _name(number), encode(batch, number, self._whole_head()))
             self.refresh()
         except OSError as error:
             raise StoreError(f"{self.folder}: cannot be written ({error}); the {self.batches} batches before are as they were") from error
@@ -148,6 +148,18 @@ class Store:
     def head(self) -> str:
         """SHA-256 of the last file, which stands for everything before it too; of an empty store 64 zeros."""
         return file_digest(self._raw(self.batches - 1)) if self._heads else NOTHING
+
+    def _whole_head(self) -> str:
+        """:attr:`head`, of a last batch that is whole: what followed a damaged one could not be told from a replaced one."""
+        if not self._heads:
+            return NOTHING
+        number = self.batches - 1
+        raw = self._raw(number)
+        try:
+            self._read(number, raw)
+        except StoreError as error:
+            raise StoreError(f"{error}; nothing is appended behind it: bring the file back, or take it out to go on from the batch before") from None
+        return file_digest(raw)
 
     def batch(self, number: int) -> Batch:
         """One batch, checked against its own digest.
