@@ -172,6 +172,14 @@ def test_settings_are_looked_at_before_a_worker_builds_and_verls_marks_stay(verl
         Worker(changed("actor.strategy", "fsdp")).init_model()
 
 
+def test_somebody_who_replaces_our_question_is_named_by_every_worker(verl, monkeypatch):
+    with monkeypatch.context() as other:
+        other.setattr(ServerAdapter, "update_weights", lambda self, weights: "theirs")
+        with pytest.raises(ValueError, match="vllm_rollout:ServerAdapter.update_weights: replaced by somebody else.*name tio_megatron.auto last in VERL_USE"):
+            Worker(CONFIG).init_model()
+    assert Worker(CONFIG).init_model() == "built"
+
+
 def test_another_verl_is_named_at_its_import(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.0")
     with pytest.raises(ImportError, match="verl 0.8.0 is installed; tio_megatron supports verl 0.9.1"):

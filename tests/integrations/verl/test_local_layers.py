@@ -1,5 +1,6 @@
 """mbridge builds local layers while the contract's switch is on. mbridge itself is a stand-in of its two methods; make test-verl has the real one."""
 
+import importlib.metadata
 import sys
 import types
 
@@ -28,8 +29,18 @@ def mbridge(monkeypatch):
     bridge.Bridge, llm.LLMBridge = Bridge, LLMBridge
     for module in (types.ModuleType("mbridge"), core, bridge, llm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"mbridge": "0.15.1"}.get(name) or real(name))
     yield
     local_layers.disable()
+
+
+def test_another_mbridge_is_named_and_nothing_is_replaced(mbridge, monkeypatch):
+    theirs = LLMBridge._get_transformer_layer_spec
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.16.0")
+    with pytest.raises(ImportError, match="mbridge 0.16.0 is installed; tio_megatron supports mbridge 0.15.1"):
+        local_layers.enable()
+    assert LLMBridge._get_transformer_layer_spec is theirs
 
 
 def test_local_names_are_read_as_the_names_mbridge_knows_and_undo_restores(mbridge):

@@ -13,7 +13,7 @@ from typing import Any
 from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron.versions import installed
 from tio_megatron.integrations.patching import Patch
-from tio_megatron.integrations.verl import refusals
+from tio_megatron.integrations.verl import local_layers, refusals
 
 SUPPORTED_VERL = "0.9.1"
 QUESTION = "tio_agree"
@@ -41,6 +41,11 @@ def disable() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
+
+
+def problems() -> list[str]:
+    """One line for each patch of verl or mbridge that went in and is not in force any more in this process."""
+    return (_installed.problems() if _installed is not None else []) + local_layers.problems()
 
 
 def mine() -> dict[str, Any]:
@@ -104,6 +109,10 @@ def look_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)  # verl's marks of how a method is called are attributes of it
     def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lines = problems()
+        if lines:
+            works = "name tio_megatron.auto last in VERL_USE_EXTERNAL_MODULES, or take the other patch out"
+            raise ValueError("tio_megatron's part in verl is not in force in this worker:\n  " + "\n  ".join(f"{line}; {works}" for line in lines))
         refusals.check(self.config, self.role)
         return original(self, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.megatron.versions import installed
 from tio_megatron.integrations.patching import Patch
 
 SUPPORTED_MBRIDGE = "0.15.1"
@@ -24,7 +25,7 @@ def enable() -> None:
     """Local layers in models that mbridge builds from now on, whenever it is imported. Harmless when called again.
 
     Raises:
-        MovedSymbolError: mbridge is imported already and is another version; if it comes later, its import ends with this error.
+        ImportError: mbridge is imported already and is another version; if it comes later, its import ends with this error.
     """
     global _installed
     if _installed is None:
@@ -37,6 +38,11 @@ def disable() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
+
+
+def problems() -> list[str]:
+    """One line for each patch of mbridge that went in and is not in force any more."""
+    return _installed.problems() if _installed is not None else []
 
 
 def grouped_name(name: str, dense: bool) -> str:
@@ -60,6 +66,7 @@ def grouped_name(name: str, dense: bool) -> str:
 
 def _local_spec(original: Callable[..., Any]) -> Callable[..., Any]:
     """``LLMBridge._get_transformer_layer_spec``: the same layers from the local backend."""
+    installed("mbridge", (SUPPORTED_MBRIDGE,))  # another may export under other names
 
     @functools.wraps(original)
     def _get_transformer_layer_spec(self: Any, vp_stage: int | None = None) -> Any:
