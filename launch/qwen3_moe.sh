@@ -50,12 +50,13 @@ def start_torchrun(argv: list[str]) -> int:
 
     ending.listen(True)  # until torchrun does: imports take seconds
 
-    from examples.qwen3_moe import hosts
+    from examples.qwen3_moe import hosts, places
     from tio_megatron.kernels.build import LibraryError
 
     job, words = split(argv)
-    parse = import_module(f"examples.qwen3_moe.{job}_options" if job else "examples.qwen3_moe.options").parse
     try:
+        places.check_threads(os.environ)
+        parse = import_module(f"examples.qwen3_moe.{job}_options" if job else "examples.qwen3_moe.options").parse
         options = parse(words)
         place = hosts.from_environment(os.environ)
         needed = options.trainer.ranks

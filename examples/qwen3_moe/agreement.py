@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _BAD = "input"
 SAME = ("TIO_COLLECTIVE_SCHEDULE", "TIO_COLLECTIVE_SWITCH_BYTES", "TIO_COLLECTIVE_SECONDS")
 """Variables that decide what ranks send each other, and how long they wait for it."""
-_OWN = {"out", "cache", "picture", "prompts", "model", "job"}
-"""Paths: what lies there must agree, not what it is called. (And the part of the options that is looked at for itself.)"""
+_OWN = {"out", "cache", "picture", "prompts", "model", "job", "contract"}
+"""Paths: what lies there must agree, not what it is called. (And the parts of the options that are looked at for themselves.)"""
 
 
 def facts(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
@@ -38,7 +38,7 @@ def facts(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
         ValueError: bad input, in one line.
         OSError: a file cannot be read.
     """
-    if isinstance(given, ConsistencyOptions):  # it makes its model, and has a contract of its own
+    if isinstance(given, ConsistencyOptions):  # it makes its model
         return _program(given.contract) | _options(given)
     options = given if isinstance(given, Options) else given.job
     contract, configs = stages.contract_for(options), stages.configs(options)

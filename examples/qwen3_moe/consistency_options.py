@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from examples.qwen3_moe.options import Parser
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import VARIABLE, from_environment
 from tio_megatron.contract.words import TrainerLayout
 
 EXAMPLES = """examples:
@@ -34,7 +36,8 @@ COLLECTIVES = ("doubling", "scatter", "ring", "reduce_scatter", "all_gather", "a
 
 @dataclass(frozen=True)
 class ConsistencyOptions:
-    """Parsed options. ``trainer`` is the first layout, for its number of ranks; ``expect`` a digest as the job prints it, or empty."""
+    """Parsed options. ``trainer`` is the first layout, for its number of ranks; ``expect`` a digest as the job prints it, or empty; ``contract`` what
+    ``TIO_CONTRACT`` names, else one that serves all layouts."""
 
     trainer: TrainerLayout
     layouts: tuple[str, ...]
@@ -44,8 +47,7 @@ class ConsistencyOptions:
     expect: str
     soak: float
     collectives: tuple[str, ...]
-
-    contract: Contract = Contract(grain=32)
+    contract: Contract
 
 
 def model() -> dict[str, Any]:
@@ -90,10 +92,12 @@ def parse(argv: Sequence[str], world: int | None = None) -> ConsistencyOptions:
         if layout.ranks != (world or parsed[0].ranks):
             there = f"{world} are started" if world else f"{layouts[0]} has {parsed[0].ranks}"
             raise ValueError(f"--layouts {words}: {layout.ranks} ranks, and {there}; all must have the same number")
+    contract = _contract()
     if not a.soak:
-        _check_fit(layouts, parsed)
+        _check_fit(contract, layouts, parsed)
     if a.steps < 1 or any(size < 1 for size in a.sizes):
         raise ValueError(f"--steps and every one of --sizes must be at least 1, got {a.steps} and {' '.join(map(str, a.sizes))}")
+    _check_room(a.sizes, parsed[0].ranks)
     if a.expect and not re.fullmatch(r"[0-9a-f]{64}", a.expect):
         raise ValueError(f"--expect must be 64 hexadecimal digits, as a run with --layouts tp1 prints them, got {a.expect[:80]!r}")
     if not 0 <= a.soak < 10_000_000:
@@ -107,16 +111,35 @@ def parse(argv: Sequence[str], world: int | None = None) -> ConsistencyOptions:
         expect=a.expect,
         soak=a.soak,
         collectives=tuple(a.collectives),
+        contract=contract,
     )
 
 
-def _check_fit(layouts: Sequence[str], parsed: Sequence[TrainerLayout]) -> None:
+def _contract() -> Contract:
+    named, vocab = from_environment(), model()["vocab_size"]
+    if named is not None and named.vocab_size not in (None, vocab):
+        raise ValueError(f"{VARIABLE}: vocab_size is {named.vocab_size}, the model of this check has {vocab}; leave it out")
+    return Contract(grain=32) if named is None else named.contract
+
+
+def _check_room(sizes: Sequence[int], ranks: int) -> None:
+    """Refuse sums that this machine's memory cannot hold: a rank has the parts of all, and as many results as there are schedules."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    need = 4 * max(sizes, default=0) * ranks * (ranks + 4)
+    if need > memory:
+        raise ValueError(
+            f"--sizes {max(sizes)}: each of {ranks} ranks would need {need / 2**30:.3g} GiB, this machine has {memory / 2**30:.3g}; name smaller ones"
+        )
+
+
+def _check_fit(contract: Contract, layouts: Sequence[str], parsed: Sequence[TrainerLayout]) -> None:
     from tio_megatron.checkpoint import CheckpointConfig
 
     shape = CheckpointConfig.from_dict(model()).shape
     for words, layout in zip(layouts, parsed, strict=True):
-        found = [str(problem) for problem in ConsistencyOptions.contract.problems(layout.layout, shape)]
+        found = [str(problem) for problem in contract.problems(layout.layout, shape)]
         if BATCH % layout.layout.dp:
             found.append(f"a batch of {BATCH} sequences does not divide by {layout.layout.dp} replicas")
         if found:
-            raise ValueError(f"--layouts {words}: {'; '.join(found)}")
+            named = f" ({VARIABLE} names the contract)" if from_environment() is not None else ""
+            raise ValueError(f"--layouts {words}: {'; '.join(found)}{named}")

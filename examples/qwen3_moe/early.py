@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from examples.qwen3_moe import folders, prompts, stages
+from examples.qwen3_moe import folders, places, prompts, stages
 from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import CheckpointConfig
@@ -63,9 +63,7 @@ def check_variables() -> None:
     choose.schedule_for("auto", 0, 1)
     choose.switch_bytes()
     failure.seconds()
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads and not (threads.isascii() and threads.isdecimal()):
-        raise ValueError(f"OMP_NUM_THREADS must be a whole number of threads, got {threads!r}")
+    places.check_threads(os.environ)
     there = [name for _, name in socket.if_nameindex()]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in named.split(",") if named else ():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.qwen3_moe import ending
+from examples.qwen3_moe import ending, places
 from examples.qwen3_moe.children import end_with_parent
 from tio_megatron.kernels.build import LibraryError
 
@@ -42,15 +42,17 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
     Returns:
         ``work``'s; or 1 something failed, 2 the input is bad, 130 interrupted.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
     try:
-        options = parse(sys.argv[1:] if argv is None else argv, int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
-        if "RANK" not in os.environ and options.trainer.ranks != 1:
+        places.check_threads(os.environ)
+        there = places.place(os.environ)
+        options = parse(sys.argv[1:] if argv is None else argv, there[1] if there else None)
+        if there is None and options.trainer.ranks != 1:
             raise ValueError(f"layout {options.trainer} has {options.trainer.ranks} ranks: start it with bash launch/qwen3_moe.sh, or with torchrun")
     except ValueError as problem:
         return ending.refuse(problem)
+    first = there is None or there[0] == 0
     ending.listen(first)
-    if "RANK" in os.environ:
+    if there is not None:
         end_with_parent()
     try:
         return _in_a_world(options, first, work)

@@ -12,7 +12,9 @@ import re
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from tio_megatron.contract.messages import shown
 
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
@@ -24,7 +26,8 @@ SLURM_PORTS = range(20000, 30000)
 class Hosts:
     """``count`` hosts, of which this is number ``rank``; ranks meet at ``address``:``port``, which is on the first, within ``seconds``.
 
-    ``restarts``: how often torchrun starts all ranks again when one has failed.
+    ``restarts``: how often torchrun starts all ranks again when one has failed. ``address_by``, ``port_by``: the variables that a person looks at when
+    address or port are wrong.
     """
 
     count: int = 1
@@ -33,6 +36,8 @@ class Hosts:
     port: int = 0
     seconds: int = 600
     restarts: int = 0
+    address_by: str = field(default="MASTER_ADDR", repr=False)
+    port_by: str = field(default="MASTER_PORT", repr=False)
 
     def listen(self) -> tuple[Hosts, socket.socket | None]:
         """On the first host a port for torchrun's store, which would else listen on every interface; a free one where none is named.
@@ -45,21 +50,28 @@ class Hosts:
         """
         if self.rank:
             return self, None
-        own = own_address(self.address, self.port)
+        own = own_address(self.address, self.port, self.address_by)
         if self.many and ipaddress.ip_address(own).is_loopback and not _is_loopback(self.address):
-            raise ValueError(f"MASTER_ADDR {self.address}: on this host that is {own}, where other hosts cannot reach it (/etc/hosts?); name its address")
+            raise ValueError(
+                f"{self.address_by} {self.address}: on this host that is {own}, where other hosts cannot reach it (/etc/hosts?); {self._name('its address')}"
+            )
         if own.partition("%")[0] not in _addresses(self.address):
             raise ValueError(
-                f"MASTER_ADDR {self.address}: no address of this host, which is the first (its own on the way there is {own}); "
-                "give NODE_RANK 0 to the host that has it, or name another"
+                f"{self.address_by} {self.address}: no address of this host, which is the first (its own on the way there is {own}); "
+                f"give NODE_RANK 0 to the host that has it, or {self._name('another')}"
             )
         try:
             server = socket.create_server((own, self.port), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
         except OSError as error:
             raise ValueError(
-                f"MASTER_PORT {self.port}: cannot be listened on at {own} ({os.strerror(error.errno or 0)}); name a port that is free there"
+                f"{self.port_by} {self.port}: cannot be listened on at {own} ({os.strerror(error.errno or 0)}); name a port that is free there"
+                + ("" if self.port_by == "MASTER_PORT" else " (MASTER_PORT)")
             ) from error
         return replace(self, port=int(server.getsockname()[1])), server
+
+    def _name(self, what: str) -> str:
+        """What to do, with the variable to do it by where that is not the one that the message begins with."""
+        return f"name {what}{'' if self.address_by == 'MASTER_ADDR' else ' by MASTER_ADDR'}"
 
     @property
     def many(self) -> bool:
@@ -86,7 +98,7 @@ class Hosts:
         ]
         # torchrun looks for its own name behind the address, which a host need not find.
         waits = f"is_host={self.rank == 0},join_timeout={self.seconds},read_timeout={self.seconds}"
-        return [*where, "--rdzv-conf", waits, "--rdzv-id", run, "--local-addr", own_address(self.address, self.port)]
+        return [*where, "--rdzv-conf", waits, "--rdzv-id", run, "--local-addr", own_address(self.address, self.port, self.address_by)]
 
 
 def from_environment(environ: Mapping[str, str]) -> Hosts:
@@ -104,19 +116,22 @@ def from_environment(environ: Mapping[str, str]) -> Hosts:
     Hosts(count=2, rank=1, address='gpu03', port=20007, seconds=600, restarts=0)
     """
     slurm = "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ  # inside srun; a job's own script runs on one host before that
-    count = _number(environ, "NNODES", "SLURM_NNODES" if slurm else None, least=1, default=1)
-    restarts = _number(environ, "MAX_RESTARTS", None, least=0, default=0)
+    count, count_by = _number(environ, "NNODES", "SLURM_NNODES" if slurm else None, least=1, default=1)
+    restarts, _ = _number(environ, "MAX_RESTARTS", None, least=0, default=0)
     if count == 1:
         return Hosts(restarts=restarts)
-    rank = _number(environ, "NODE_RANK", "SLURM_NODEID" if slurm else None, least=0, default=None)
+    rank, rank_by = _number(environ, "NODE_RANK", "SLURM_NODEID" if slurm else None, least=0, default=None)
     if rank >= count:
-        raise ValueError(f"NODE_RANK {rank}: with NNODES {count} hosts are numbered 0 to {count - 1}")
-    address = environ.get("MASTER_ADDR") or (first_host(environ.get("SLURM_JOB_NODELIST", "")) if slurm else "")
+        raise ValueError(f"{rank_by} {rank}: with {count_by} {count} hosts are numbered 0 to {count - 1}")
+    listed = environ.get("SLURM_JOB_NODELIST", "") if slurm else ""
+    address, address_by = environ.get("MASTER_ADDR") or first_host(listed), "MASTER_ADDR" if environ.get("MASTER_ADDR") else "SLURM_JOB_NODELIST"
     if not address:
-        raise ValueError(f"MASTER_ADDR is not set: with NNODES {count} it must be the address of the first host, the same on all")
-    port = SLURM_PORTS[int(re.sub(r"\D", "", environ["SLURM_JOB_ID"]) or 0) % len(SLURM_PORTS)] if slurm else None
-    meet = _number(environ, "MASTER_PORT", None, least=1, default=port, most=65535)
-    return Hosts(count, rank, address, meet, _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600), restarts)
+        why = f"SLURM_JOB_NODELIST names no host ({listed[:80]!r}), and MASTER_ADDR is not set either" if slurm else "MASTER_ADDR is not set"
+        raise ValueError(f"{why}: with {count_by} {count} it must be the address of the first host, the same on all")
+    port = SLURM_PORTS[int(re.sub(r"[^0-9]", "", environ["SLURM_JOB_ID"])[-18:] or 0) % len(SLURM_PORTS)] if slurm else None
+    meet, port_by = _number(environ, "MASTER_PORT", None, least=1, default=port, most=65535)
+    seconds, _ = _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600)
+    return Hosts(count, rank, address, meet, seconds, restarts, address_by, port_by if port_by else "the port chosen by SLURM_JOB_ID,")
 
 
 def first_host(nodes: str) -> str:
@@ -130,8 +145,8 @@ def first_host(nodes: str) -> str:
     return (match[1] or "") + (match[2] or "") + (match[3] or "")
 
 
-def own_address(there: str, port: int) -> str:
-    """This host's address on the way to ``there``. Asks the routing table; nothing is sent.
+def own_address(there: str, port: int, by: str = "MASTER_ADDR") -> str:
+    """This host's address on the way to ``there``, which the variable ``by`` has named. Asks the routing table; nothing is sent.
 
     Raises:
         ValueError: the name does not resolve, or no interface leads there.
@@ -143,7 +158,7 @@ def own_address(there: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as ".."
         why = error.strerror if isinstance(error, OSError) else None
-        raise ValueError(f"MASTER_ADDR {there[:80]}: this host cannot reach it ({why or error}); is the name right, and is the interface up?") from error
+        raise ValueError(f"{by} {there[:80]}: this host cannot reach it ({why or error}); is the name right, and is the interface up?") from error
 
 
 def _addresses(name: str) -> set[str]:
@@ -169,14 +184,16 @@ def _is_loopback(name: str) -> bool:
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
-def _number(environ: Mapping[str, str], name: str, other: str | None, *, least: int, default: int | None, most: int | None = None) -> int:
+def _number(environ: Mapping[str, str], name: str, other: str | None, *, least: int, default: int | None, most: int | None = None) -> tuple[int, str]:
+    """The number, and the variable that it is from (empty: the default)."""
     for variable in (name, other):
         text = environ.get(variable, "") if variable else ""
         if text:
-            if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+            if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < least or (most is not None and int(text) > most):
                 limits = f"at least {least}" if most is None else f"from {least} to {most}"
-                raise ValueError(f"{variable} must be a whole number {limits}, got {text!r}")
-            return int(text)
+                raise ValueError(f"{variable} must be a whole number {limits}, got {shown(text)}")
+            return int(text), variable
     if default is None:
-        raise ValueError(f"{name} is not set: with several hosts each needs its own, and all the same MASTER_ADDR and MASTER_PORT")
-    return default
+        either = f" ({other} neither)" if other else ""
+        raise ValueError(f"{name} is not set{either}: with several hosts each needs its own, and all the same MASTER_ADDR and MASTER_PORT")
+    return default, ""

@@ -185,6 +185,11 @@ ROWS = [
         "auto_map names Python code of the folder, which is never run",
         config(auto_map={"AutoConfig": "x.X"}),
     ),
+    Row(PART, "config.json with norm_topk_prob null", "norm_topk_prob is None, it must be true or false", config(norm_topk_prob=None)),
+    Row(PART, "config.json with a model_type that is a number", "model_type is 5, it must be text", config(model_type=5)),
+    Row(PART, "config.json of another class of transformers", "model_type is 'llama', supported is", config(model_type="llama")),
+    Row(PART, "config.json with tie_word_embeddings as text", "tie_word_embeddings is 'false', it must be true or false", config(tie_word_embeddings="false")),
+    Row(PART, "config.json with dropout", "attention_dropout is 0.1, supported is 0", config(attention_dropout=0.1)),
     Row(PART, "config.json with a head size of text", "not whole numbers: head_dim = 'wide'", config(head_dim="wide")),
     Row(
         PART,

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from small_disk import small_disk
 
+from examples.qwen3_moe import consistency
 from examples.qwen3_moe.main import main
 from examples.qwen3_moe.rl import main as rl_main
 from tests.bad_input.table import ROOT, Row
@@ -27,13 +29,13 @@ def told(status: int, said: str) -> None:
     raise ValueError(lines[0])
 
 
-def options(*words: str, job: Callable[[list[str]], int] = main) -> Callable[[Path], Callable[[], object]]:
+def options(*words: str, job: Callable[[list[str]], int] = main, **variables: str) -> Callable[[Path], Callable[[], object]]:
     def act(folder: Path) -> Callable[[], object]:
         if not (folder / "file").exists():
             (folder / "file").write_text("")
 
         def run() -> None:
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+            with contextlib.redirect_stderr(io.StringIO()) as said, mock.patch.dict(os.environ, variables):
                 status = job(list(words))
             told(status, said.getvalue())
 
@@ -105,6 +107,10 @@ def taken(folder: Path) -> Callable[[], object]:
     return run
 
 
+def check(*words: str, **variables: str) -> Callable[[Path], Callable[[], object]]:
+    return options("--layouts", "tp1", *words, job=consistency.main, **variables)
+
+
 HOSTS = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ROWS = [
     Row(PART, "--trainers tp3", "8 query heads do not divide by tp 3; tp in [1, 2, 4, 8] would work", options("--trainers", "tp3")),
@@ -122,6 +128,13 @@ ROWS = [
     Row(PART, "--out on a full disk", "MiB are free; set --out to a folder on a larger disk", on_a_full_disk),
     Row(PART, "matrix_train --out that another run has", "another job is writing there; wait until it has ended", taken),
     Row(PART, "--fp8", "unrecognized arguments: --fp8", options("--fp8")),
+    Row(PART, "consistency --sizes of a milliard milliards", "--sizes 1000000000000000000: each of 1 ranks would need", check("--sizes", str(10**18))),
+    Row(PART, "consistency under TIO_CONTRACT=garbage", "'garbage' is neither 1, default, a JSON object nor a file", check(TIO_CONTRACT="garbage")),
+    Row(PART, "consistency under a contract of another vocabulary", "the model of this check has 700", check(TIO_CONTRACT='{"vocab_size": 9}')),
+    Row(START, "RANK of another day", "RANK=0 is set and WORLD_SIZE is not", check(RANK="0")),
+    Row(START, "RANK that is no number", "RANK must be a whole number from 0 to", check(RANK="first", WORLD_SIZE="1")),
+    Row(START, "RANK beyond WORLD_SIZE", "RANK 3: of WORLD_SIZE 2 ranks the last is 1", check(RANK="3", WORLD_SIZE="2")),
+    Row(START, "OMP_NUM_THREADS=abc", "OMP_NUM_THREADS must be a whole number of threads, at most 4096, got 'abc'", started(OMP_NUM_THREADS="abc")),
     Row(START, "NPROC_PER_NODE=none", "NPROC_PER_NODE must be the number of ranks to start, got 'none'", started(NPROC_PER_NODE="none")),
     Row(START, "MASTER_PORT=99999", "MASTER_PORT must be a whole number from 1 to 65535, got '99999'", started(**HOSTS | {"MASTER_PORT": "99999"})),
     Row(START, "NODE_RANK=5 of two hosts", "NODE_RANK 5: with NNODES 2 hosts are numbered 0 to 1", started(**HOSTS | {"NODE_RANK": "5"})),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, Shard, tensor_table
+from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, Shard, fields, tensor_table
 from tio_megatron.checkpoint.names import tensor_count
 
 from .conftest import DENSE, MOE, QWEN3_30B_A3B
@@ -80,11 +80,34 @@ POSITIONS += [(None, "None"), ([512], r"\[512\]"), (10**400, "a number of about 
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_size": "32"}, "hidden_size = '32'"),
         ({"hidden_act": "gelu", "rms_norm_eps": None}, "hidden_act .*; rms_norm_eps"),
+        ({"model_type": "llama"}, "model_type is 'llama', supported is 'qwen3_moe'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, supported is 0"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, num_hidden_layers is 2"),
     ],
 )
 def test_what_is_not_covered_is_refused(fields, said):
     with pytest.raises(CheckpointError, match=said):
         CheckpointConfig.from_dict(MOE | fields)
+
+
+ODD = (None, True, 5, -1.5, "false", [], ["x"], [1], {}, {"a": 1})
+"""One of each type that JSON has, and lists of some."""
+
+
+@pytest.mark.parametrize("name", sorted({name for table in (fields._KINDS, fields._OR_NULL) for names in table.values() for name in names}))
+def test_a_field_of_another_type_is_refused_by_its_name(name):
+    refused = 0
+    for value in ODD:
+        try:
+            CheckpointConfig.from_dict(MOE | {name: value})
+        except CheckpointError as error:
+            assert name.removeprefix("torch_") in str(error) or name in ("rope_scaling", "rope_parameters"), error
+            refused += 1
+    assert refused >= 4
+
+
+def test_a_folder_as_it_was_written_has_the_types_of_the_table():
+    assert fields.wrong_types(MOE) == fields.wrong_types(DENSE) == fields.wrong_types(QWEN3_30B_A3B) == []
 
 
 def test_the_most_positions_are_those_of_the_rotary_table():

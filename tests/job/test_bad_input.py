@@ -214,7 +214,7 @@ def test_models_that_no_engine_takes(fields, said):
 
 def test_without_experts_there_is_no_expert_parallelism():
     options = parse(["--rollouts", "tp2+ep", "tp1", "tp2", "tp1+ep"])
-    dense = CheckpointConfig.from_dict(tiny_config() | {"architectures": ["Qwen3ForCausalLM"]})
+    dense = CheckpointConfig.from_dict(tiny_config() | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert stages.for_model(options, dense).rollouts == (RolloutLayout(2), RolloutLayout(1))
     assert stages.for_model(options, CheckpointConfig.from_dict(tiny_config())) is options
 

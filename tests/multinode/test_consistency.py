@@ -57,6 +57,7 @@ def test_hosts_change_no_byte(alone, place, tmp_path):
 def test_four_hosts_in_another_order_change_no_byte(alone, tmp_path):
     found = launched.run(4, tmp_path, ["consistency", "--layouts", LAYOUTS[2], "--expect", alone], backwards=True)
     check(found, alone, "4 ranks on 4 hosts", 1)
+    assert [bool(out) for _, out, _ in found] == [False, False, False, True], "rank 0 is where the address sorts first, not where the hosts meet"
 
 
 def test_a_network_with_faults_changes_no_byte(alone, tmp_path, capsys):

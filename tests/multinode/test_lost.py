@@ -32,6 +32,12 @@ IN_CI = [(signal.SIGSTOP, "doubling")]
 LACKING = network.missing()
 
 
+def late() -> float:
+    """Seconds between a harm and the collective that never ends, and between a line and its reading, which are not of the limit: a collective's length on
+    a machine that has only this test to do, more where many others run."""
+    return 1.0 if os.getloadavg()[0] < 4 * (os.cpu_count() or 1) else 5.0
+
+
 @pytest.fixture(autouse=True)
 def _needed() -> None:
     if LACKING:
@@ -137,7 +143,7 @@ def test_a_host_that_is_cut_off(tmp_path):
     found = told(2, 2, tmp_path, lambda hosts, ranks: hosts[1].link(False), {0, 1})
     for host, heard in found.items():
         away = [2, 3] if host == 0 else [0, 1]
-        assert heard.said < SECONDS + 1 and heard.status == 1, found
+        assert heard.said < SECONDS + late() and heard.status == 1, found
         assert f"over ranks 0, 1, 2, 3: rank {away[0]} does not answer" in heard.line, found
         assert ("is this host's network up, and the first host's?" in heard.line) == (host == 1), found
         assert heard.ended < heard.said + LEAVING, found
@@ -145,7 +151,7 @@ def test_a_host_that_is_cut_off(tmp_path):
 
 def test_a_rank_killed_on_the_other_host(tmp_path):
     found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[3], signal.SIGKILL), {0, 1})
-    assert found[0].said < SECONDS and found[0].status == 1 and found[0].ended < found[0].said + LEAVING, found
+    assert found[0].said < SECONDS + late() and found[0].status == 1 and found[0].ended < found[0].said + LEAVING, found
     # torchrun ends the other rank of that host in the same moment.
     assert re.search(r"over ranks 0, 1, 2, 3: (rank 2 does not answer \(pid .*|)rank 3 does not answer \(pid \d+ on h1: killed, ", found[0].line), found
 
@@ -155,7 +161,7 @@ def test_a_rank_killed_on_the_first_host(tmp_path, rank):
     """The store that brought the ranks together is there; it stays until the other host's ranks have asked it."""
     found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[rank], signal.SIGKILL), {0, 1})
     assert (found[0].line, found[0].status) == (f"qwen3_moe: rank {rank} was ended by SIGKILL (out of memory?)", 137), found
-    assert found[1].said < SECONDS and found[1].status == 1 and found[1].ended < found[1].said + LEAVING, found
+    assert found[1].said < SECONDS + late() and found[1].status == 1 and found[1].ended < found[1].said + LEAVING, found
     assert re.search(rf"over ranks 0, 1, 2, 3: (rank 0 does not answer \(pid .*|)rank {rank} does not answer \(pid \d+ on h0: killed, ", found[1].line), found
     assert found[1].lines == [found[1].line], "one line, without frames of C++"
 
@@ -169,7 +175,7 @@ def test_all_of_the_first_host_is_killed(tmp_path):
                 os.kill(number, signal.SIGKILL)
 
     found = told(2, 2, tmp_path, kill, {1}, all_end=False)[1]
-    assert found.said < SECONDS and found.status == 1 and found.ended < found.said + LEAVING, found
+    assert found.said < SECONDS + late() and found.status == 1 and found.ended < found.said + LEAVING, found
     assert re.search(
         r"over ranks 0, 1, 2, 3: rank 0 does not answer \(pid .*rank 1 does not answer \(pid .*the store .*, at 10\.77\.0\.1:\d+, has ended", found.line
     ), found
@@ -199,6 +205,6 @@ def test_a_rank_of_another_host_is_harmed_in_a_collective(tmp_path, collective, 
     """Three hosts with a rank each: both others name the third, within the time that was set. torchrun needs 30 s more to end a stopped rank."""
     found = told(3, 1, tmp_path, lambda hosts, ranks: os.kill(ranks[2], number), {0, 1}, (collective,), collective == "ring")
     for heard in found.values():
-        assert heard.said < SECONDS and heard.status == 1 and heard.ended < heard.said + LEAVING, found
+        assert heard.said < SECONDS + late() and heard.status == 1 and heard.ended < heard.said + LEAVING, found
         # Another host's processes cannot be looked at: which of the four it is, is for who goes there.
         assert re.search(r"over ranks 0, 1, 2: rank 2 does not answer \(pid \d+ on h2: killed, stopped, busy elsewhere, or cut off\)", heard.line), found

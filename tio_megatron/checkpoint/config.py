@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tio_megatron.checkpoint.fields import wrong_types
 from tio_megatron.contract import ModelShape
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.model import MAX_POSITIONS
@@ -74,7 +75,9 @@ class CheckpointConfig:
             shape = ModelShape.from_hf(config)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        problems = list(_not_covered(config, shape))
+        if problems := wrong_types(config):
+            raise CheckpointError("config.json: " + "; ".join(problems))
+        problems = _not_covered(config, shape)
         rope_theta = _rope_theta(config, problems)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         if dtype not in DTYPES:
@@ -118,8 +121,10 @@ def require_no_code(folder: Path) -> None:
 def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the contract does not cover, or would silently compute another way."""
     problems = []
-    wanted: list[tuple[str, Any, Any]] = [("hidden_act", "silu", None)]
+    kind = "qwen3_moe" if shape.experts else "qwen3"  # by which transformers and vLLM choose their class
+    wanted: list[tuple[str, Any, Any]] = [("hidden_act", "silu", None), ("model_type", kind, kind)]
     wanted += [(name, False, False) for name in ("attention_bias", "mlp_bias", "use_sliding_window")]
+    wanted += [(name, 0, 0) for name in ("attention_dropout", "hidden_dropout")]
     if shape.experts:
         wanted += [("decoder_sparse_step", 1, 1), ("mlp_only_layers", [], [])]
     for name, value, default in wanted:
@@ -131,32 +136,29 @@ def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     if config.get("quantization_config"):
         problems.append("quantization_config is set, quantized weights are not supported (use the bf16 checkpoint)")
     kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        problems.append(f"layer_types is {shown(kinds)}, it must be a list of names")
-    elif kinds := sorted(set(kinds) - {"full_attention"}):
-        problems.append(f"layer_types has {shown(kinds)}, supported is 'full_attention'")
+    if others := sorted(set(kinds) - {"full_attention"}):
+        problems.append(f"layer_types has {shown(others)}, supported is 'full_attention'")
+    elif kinds and len(kinds) != shape.layers:
+        problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {shape.layers}")
     if shape.head_dim % 2:
         problems.append(f"head_dim is {shape.head_dim}, rotary positions need an even one")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(name)
         for token in value if isinstance(value, list) else [value]:
-            if token is not None and not (isinstance(token, int) and 0 <= token < shape.vocab):
+            if token is not None and not 0 <= token < shape.vocab:
                 problems.append(f"{name} {shown(token)} is outside the vocabulary of {shape.vocab}")
     return problems
 
 
 def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
     """The rotary base from either spelling (``rope_theta``, or ``rope_parameters`` of newer writers)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        problems.append(f"rope_parameters is {shown(parameters)}, it must be an object")
-        parameters = {}
+    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         problems.append(f"rope scaling {shown(kind)} is not supported, only 'default'")
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         problems.append("partial_rotary_factor is not 1, partial rotary positions are not supported")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    theta: Any = parameters.get("rope_theta", config.get("rope_theta"))
     if not _positive(theta) or theta <= 1:
         problems.append(f"rope_theta is {_shown(theta)}, it must be a finite number above 1")
         return 0.0

@@ -54,9 +54,6 @@ def model_of(model: str) -> Model:
     if not path.is_file():
         raise ValueError(f"model {model!r}: no such folder or config.json; known by name are {', '.join(KNOWN)}")
     config = CheckpointConfig.from_file(path)
-    kind = "qwen3_moe" if config.shape.experts else "qwen3"
-    if config.raw.get("model_type", kind) != kind:  # transformers and vLLM choose the class by it
-        raise ValueError(f"{path}: model_type is {shown(config.raw['model_type'])} beside architectures {config.raw['architectures']}; {kind!r} would work")
     if config.shape.experts > MOST_EXPERTS:
         raise ValueError(f"{path}: num_experts is {shown(config.shape.experts)}; no model has more than {MOST_EXPERTS}")
     return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, _sampling(path.with_name("generation_config.json")))
