@@ -35,17 +35,25 @@ class Heads:
     def group(self, grouping: str = "neighbours") -> torch.Tensor:
         """[Q]: the key/value head of each query head."""
         heads, groups = self.q.shape[1], self.k.shape[1]
-        return torch.arange(heads) // (heads // groups) if grouping == "neighbours" else torch.arange(heads) % groups
+        own = torch.arange(heads) // (heads // groups)
+        return {"neighbours": own, "strided": torch.arange(heads) % groups, "backwards": groups - 1 - own, "the next group": (own + 1) % groups}[grouping]
 
-    def attend(self, visible: torch.Tensor, scores: torch.Tensor | None = None, probabilities: str = "fp32", grouping: str = "neighbours") -> torch.Tensor:
+    def attend(
+        self,
+        visible: torch.Tensor,
+        scores: torch.Tensor | None = None,
+        probabilities: str = "fp32",
+        grouping: str = "neighbours",
+        narrow: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """[r, Q, D] with ``visible`` [r, T]."""
         s = (self.scores(grouping=grouping) if scores is None else scores).masked_fill(~visible[:, None], float("-inf"))
         p = (s - s.amax(-1, keepdim=True)).exp()
         total = p.sum(-1, keepdim=True)
         if probabilities == "normalised, then rounded":
-            p, total = rounded(p / total, self.dtype), torch.ones_like(total)
+            p, total = rounded(p / total, narrow or self.dtype), torch.ones_like(total)
         elif probabilities == "rounded, then normalised":
-            p = rounded(p, self.dtype)
+            p = rounded(p, narrow or self.dtype)
         return torch.einsum("rqt,tqd->rqd", p / total, self.v[:, self.group(grouping)])
 
     def causal(self) -> torch.Tensor:
@@ -86,19 +94,27 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
     width = heads.q.shape[-1]
     shape = case.sides[0].shape[1:]
 
-    def rule(mask: str = "own sequence", scale: float = width**-0.5, probabilities: str = "fp32", scores: str = "fp32", grouping: str = "neighbours") -> Rule:
+    def rule(
+        mask: str = "own sequence",
+        scale: float = width**-0.5,
+        probabilities: str = "fp32",
+        scores: str = "fp32",
+        grouping: str = "neighbours",
+        narrow: torch.dtype = heads.dtype,
+    ) -> Rule:
         def compute() -> torch.Tensor:
             s = heads.scores(scale, grouping)
             if scores == "rounded, scaled, rounded":
-                s = rounded(rounded(heads.scores(1.0, grouping), heads.dtype) * scale, heads.dtype)
+                s = rounded(rounded(heads.scores(1.0, grouping), narrow) * scale, narrow)
             elif scores == "rounded":
-                s = rounded(s, heads.dtype)
-            return heads.attend(masks[mask], s, probabilities, grouping).reshape(-1, *shape)
+                s = rounded(s, narrow)
+            return heads.attend(masks[mask], s, probabilities, grouping, narrow).reshape(-1, *shape)
 
         axes = {
             "visible": mask,
             "attention-scale": f"{scale:.6g}",
-            "extra-rounding": f"probabilities {probabilities}, scores {scores}",
+            "extra-rounding": f"probabilities {probabilities}, scores {scores}"
+            + (f", to {str(narrow).removeprefix('torch.')}" if narrow != heads.dtype else ""),
             "head-groups": grouping,
         }
         return Rule(axes, compute)
@@ -113,7 +129,11 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
     fitted = [_scale_of(heads, own, side[heads.rows]) for side in case.sides if relative(usual, side[heads.rows]) > one_rounding(side.dtype)]
     for scale in dict.fromkeys([1 / width, 1.0, (width * heads.q.shape[1]) ** -0.5, width**-0.5 * 1.44269504, *fitted]):
         yield rule(scale=scale)
-    yield rule(grouping="strided")
+    for grouping in ("strided", "backwards", "the next group"):
+        yield rule(grouping=grouping)
+    for kind in (torch.bfloat16, torch.float16) if heads.dtype == torch.float32 else ():
+        for probabilities, scores in roundings[1:]:
+            yield rule(probabilities=probabilities, scores=scores, narrow=kind)
 
 
 def _scale_of(heads: Heads, visible: torch.Tensor, out: torch.Tensor) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from tio_megatron.verify.diagnosis import faults
 from tio_megatron.verify.diagnosis.case import Case
-from tio_megatron.verify.diagnosis.cures import CURES
+from tio_megatron.verify.diagnosis.cures import CURES, LOOK
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.orders_of import order_finding
-from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
+from tio_megatron.verify.diagnosis.rounding import leaning, looks_like_rounding, too_large_alone, too_many_for_an_order
 from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain
 from tio_megatron.verify.diagnosis.sides import departing
 
@@ -34,8 +34,21 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
         if not summed:  # so there is no order
             said = (*same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
             return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
+        if doubt := not_an_order(case, explained):
+            return Finding("unknown", "", evidence=(*same_formula(explained), doubt), cure=LOOK)
         return order_finding(case, None, same_formula(explained))
     return None
+
+
+def not_an_order(case: Case, explained: Explained) -> str:
+    """Why two sides that one rule explains up to rounding are not said to differ in an order, in words; "" where they are."""
+    if explained.few and case.point.op in ("norm", "routing"):
+        said = "element differs" if explained.few == 1 else "elements differ"
+        return f"only {explained.few} {said}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
+    doubt = too_many_for_an_order(case, (explained.a.error, explained.b.error), explained.gap)
+    if not doubt and case.point.op == "norm" and (doubt := leaning(case)):
+        doubt += "; compare the epsilons, and factors near 1"
+    return doubt
 
 
 def framework(case: Case, explained: Explained) -> Finding:

@@ -72,7 +72,7 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
     gap = float(np.sqrt(np.mean((p - q) ** 2)) / max(np.sqrt(np.mean(p**2)), 1e-30))
     correlation = _correlation(p, q)
     ratio = float((p * q).sum() / max((p * p).sum(), 1e-300))
-    if abs(ratio - 1) > 1e-3 and np.sqrt(np.mean((q - ratio * p) ** 2)) < 0.01 * np.sqrt(np.mean(q**2)):
+    if abs(ratio - 1) > 1e-3 and np.sqrt(np.mean((q - ratio * p) ** 2)) < min(0.01, 0.3 * abs(ratio - 1)) * np.sqrt(np.mean(q**2)):
         return _finding("weights-scaled", name, "", f"B's is {ratio:.6g} times A's", ratio=ratio)
     for narrow in ("float16", "float8_e4m3fn", "float8_e5m2", "int8"):
         for side, rough, fine in (("B", q, p), ("A", p, q)):

@@ -10,7 +10,7 @@ import torch
 
 from tio_megatron.verify.diagnosis import elementwise_rules, faults
 from tio_megatron.verify.diagnosis.attention_rules import attention_rules, heads_of, window
-from tio_megatron.verify.diagnosis.by_rules import by_rules, framework, missing_inputs, same_formula
+from tio_megatron.verify.diagnosis.by_rules import by_rules, framework, missing_inputs, not_an_order, same_formula
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.combine import combine
 from tio_megatron.verify.diagnosis.cures import CURES, LOOK
@@ -81,6 +81,8 @@ def _attention(case: Case) -> Finding | None:
         return found
     dtype = min(case.dtypes, key=lambda kind: kind.itemsize)
     if looks_like_rounding(max(explained.a.error, explained.b.error), dtype) and not faults.constant(case) and not too_large_alone(case):
+        if doubt := not_an_order(case, explained):
+            return Finding("unknown", "", evidence=(*same_formula(explained), doubt), cure=LOOK)
         return order_finding(case, None, same_formula(explained))
     if moved := window(case, heads):
         cause, evidence, side = moved

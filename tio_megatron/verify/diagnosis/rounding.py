@@ -60,3 +60,31 @@ def too_large_alone(case: Case) -> str:
         return ""
     worst = float(((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp_min(1e-30))[far].max())
     return f"{int(differs.sum())} of {differs.numel()} elements differ, one by {worst:.2g} of it: an order that moves an element so far moves most of them"
+
+
+def too_many_for_an_order(case: Case, errors: tuple[float, float], gap: float) -> str:
+    """What is wrong with calling it an order, in words, where one formula with its rounding points gives one side to the last bit: another order of sums kept
+    in fp32 moves a bf16 result only where it lies beside a rounding boundary, which is rare. "" where that is not so."""
+    if case.dtypes[0] != case.dtypes[1] or case.dtypes[0] not in (torch.bfloat16, torch.float16):
+        return ""
+    if min(errors) > 0.02 * gap:
+        return ""
+    a, b = (side[case.rows].flatten(1) for side in case.sides)
+    moved = a != b
+    part = float(moved[moved.any(-1)].to(torch.float64).mean()) if bool(moved.any()) else 0.0
+    if part < 0.25:
+        return ""
+    exact = "A" if errors[0] < errors[1] else "B"
+    return f"the usual steps give {exact} to the last bit, and {100 * part:.3g}% of the elements of the other side differ: an order of sums in fp32 moves few"
+
+
+def leaning(case: Case) -> str:
+    """What is wrong with calling it an order, in words, where nearly every row of one side is longer than the other's: orders have no such preference, an
+    epsilon or a factor has. "" where that is not so."""
+    a, b = (side[case.rows].flatten(1).to(torch.float64) for side in case.sides)
+    along = ((a - b) * b).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
+    more, less = int((along > 0).sum()), int((along < 0).sum())
+    if more + less < 16 or min(more, less) > 0.06 * (more + less):
+        return ""
+    side = "A" if more > less else "B"
+    return f"{max(more, less)} of {len(along)} rows are larger in {side}, by {float(along.abs().median()):.2g} each: an order has no such preference"

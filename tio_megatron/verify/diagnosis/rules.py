@@ -18,6 +18,9 @@ CLEAR = 0.5
 EXPLAINS = 0.35
 """and explains it at all if its error is below this part of the difference between the sides, and no more than rounding, or nearly nothing of it:"""
 
+FEWEST = 12
+"""Elements that differ by rounding alone, below which no rule is told from another: each of them halves the rules that fit by chance."""
+
 NEARLY_ALL = 0.03
 """this part of the difference may stay unexplained where that is more than rounding (a constant that was fitted)."""
 
@@ -55,7 +58,7 @@ class Fit:
 class Explained:
     """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference.
     ``usual``: the first rule of the table, ``far`` how far each side is from it. ``ambiguous``: other pairs of rules explain the sides as well, by other axes
-    or with the other side departing."""
+    or with the other side departing. ``few``: so many elements differ, by rounding, too few to tell; 0 where they are enough."""
 
     a: Fit
     b: Fit
@@ -64,6 +67,7 @@ class Explained:
     usual: Rule
     ambiguous: tuple[str, ...] = ()
     far: tuple[float, float] = (0.0, 0.0)
+    few: int = 0
 
 
 def relative(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -92,9 +96,11 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
         (x, y) for x in good_a for y in good_b if x[1] < CLEAR * y[1] and y[2] < CLEAR * x[2] and x[1] < limits[0] and y[2] < limits[1] and x[0].against(y[0])
     ]
     # One rule for both, unless each side has one of its own that is clearly better there than the other side's.
-    if not pairs or any(x[0] is y[0] for x in good_a for y in good_b):
+    count = int((a.to(torch.float64) != b.to(torch.float64)).sum())
+    few = count if count < FEWEST and gap <= max(one_rounding(side.dtype) for side in (a, b)) else 0
+    if few or not pairs or any(x[0] is y[0] for x in good_a for y in good_b):
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
-        return Explained(Fit(shared[0], shared[1]), Fit(shared[0], shared[2]), (), gap, usual)
+        return Explained(Fit(shared[0], shared[1]), Fit(shared[0], shared[2]), (), gap, usual, few=few)
 
     def changes(pair: tuple[_Tried, _Tried]) -> tuple[int, int, int]:
         between = pair[0][0].against(pair[1][0])
