@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -203,3 +204,29 @@ def test_a_folder_says_which_files_are_read(tmp_path):
 def test_one_trace_alone(held):
     status, said = tio("diagnose", held / "träce")
     assert status == 2 and "one trace; two are compared" in said and "bundle" in said, said
+
+
+def test_marks_devices_and_lengths_that_cannot_be(held, tmp_path):
+    line = '{"tokens": [1, 2], "logprobs": [-1.0]}\n'
+    (tmp_path / "plain.jsonl").write_text(line)
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode())  # as some editors save UTF-8
+    (tmp_path / "wide.jsonl").write_text(line, encoding="utf-16")
+    assert tio("logdiff", tmp_path / "mark.jsonl", tmp_path / "plain.jsonl")[0] == 0
+    assert tio("record", held / "modèle", tmp_path / "trace", "--tokens", tmp_path / "mark.jsonl")[0] == 0
+    np.savez(tmp_path / "ends.npz", tokens=[1, 2, 3], logprobs=np.float32([-1, -1, -1]), lengths=[4, -1])
+    np.savez(tmp_path / "table.npz", tokens=[[1, 2, 3]], logprobs=np.float32([[-1, -1, -1]]), lengths=[-1])
+    for name, says in (
+        ("wide.jsonl", "text in UTF-16"),
+        ("ends.npz", "sequence 1 has the length -1"),
+        ("table.npz", "sequence 0 has the length -1"),
+        ("/dev/null", "no file but a device or a pipe"),
+    ):
+        status, said = tio("logdiff", tmp_path / name, tmp_path / "plain.jsonl")
+        assert status == 2 and len(said.strip().splitlines()) == 1 and says in said, (name, said)
+    status, said = tio("record", held / "modèle", tmp_path / "b", "--tokens", "/dev/null")
+    assert status == 2 and said.strip() == "tio record: /dev/null: no file but a device or a pipe"
+    shutil.copytree(held / "träce", tmp_path / "spoiled")
+    header = json.loads((tmp_path / "spoiled" / "trace.json").read_text())
+    (tmp_path / "spoiled" / "trace.json").write_text(json.dumps(header | {"lengths": [-9, 1, 32]}))
+    status, said = tio("diagnose", tmp_path / "spoiled", held / "träce")
+    assert status == 2 and "sequence 0 has the length -9" in said, said

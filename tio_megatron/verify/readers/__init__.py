@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tio_megatron.contract.messages import named
 from tio_megatron.verify.readers.arrays import read_npz, read_safetensors
-from tio_megatron.verify.readers.jsonl import read_jsonl, read_tokens
-from tio_megatron.verify.readers.scored import Scored
+from tio_megatron.verify.readers.jsonl import BOM, read_jsonl, read_tokens
+from tio_megatron.verify.readers.scored import Scored, require_file
 
 __all__ = ["Scored", "files_of", "read_scored", "read_tokens"]
 
@@ -28,8 +28,7 @@ def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
         for file in files_of(path)[0]:
             yield from (read_safetensors if file.suffix == ".safetensors" else read_jsonl)(file, field)
         return
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+    require_file(path)
     with path.open("rb") as opened:
         start = opened.read(16)
     if not start:
@@ -38,11 +37,13 @@ def read_scored(path: Path | str, field: str | None = None) -> Iterator[Scored]:
         yield from read_npz(path, field)
     elif start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
         yield from read_safetensors(path, field)
-    elif start.lstrip()[:1] == b"{":
+    elif start.removeprefix(BOM).lstrip()[:1] == b"{":
         yield from read_jsonl(path, field)
     elif start[:1] == b"\x80" or start[:6] == b"\x93NUMPY":
         what = "a pickle" if start[:1] == b"\x80" else "a single numpy array"
         raise ValueError(f"{path}: {what}, which is not read; write JSONL, safetensors or npz")
+    elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{path}: text in UTF-16; write JSON lines in UTF-8")
     else:
         raise ValueError(f"{path}: neither JSONL, safetensors nor npz (it starts with {start[:8]!r})")
 

@@ -111,13 +111,17 @@ def _lengths(arrays: Mapping[str, _Flat], where: str) -> list[int]:
     shape = arrays["lengths"].shape
     if len(shape) != 1:
         raise ValueError(f"{where}: lengths has the shape {list(shape)}; [B] was expected")
-    return [int(length) for length in arrays["lengths"].take(shape[0])]
+    found = [int(length) for length in arrays["lengths"].take(shape[0])]
+    wrong = next((index for index, length in enumerate(found) if length < 1), None)
+    if wrong is not None:
+        raise ValueError(f"{where}: sequence {wrong} has the length {found[wrong]}; 1 or more was expected")
+    return found
 
 
 def _end_to_end(tokens: _Flat, logprobs: _Flat, arrays: Mapping[str, _Flat], where: str) -> Iterator[Scored]:
     lengths = _lengths(arrays, where) if "lengths" in arrays else [tokens.shape[0]]
     total = sum(lengths)
-    if any(length < 1 for length in lengths) or tokens.shape != (total,):
+    if tokens.shape != (total,):
         raise ValueError(f"{where}: the lengths add up to {total}, there are {tokens.shape[0]} tokens")
     given = logprobs.shape[0] if len(logprobs.shape) == 1 else -1
     ways = [[0] * len(lengths), [1] * len(lengths)]
@@ -138,7 +142,7 @@ def _table(tokens: _Flat, logprobs: _Flat, arrays: Mapping[str, _Flat], where: s
     if mask is not None and mask.shape != (rows, width):
         raise ValueError(f"{where}: mask {list(mask.shape)} for tokens {[rows, width]}")
     lengths = _lengths(arrays, where) if "lengths" in arrays else [width] * rows
-    if len(lengths) != rows or any(not 1 <= length <= width for length in lengths):
+    if len(lengths) != rows or any(length > width for length in lengths):
         raise ValueError(f"{where}: {len(lengths)} lengths from {min(lengths, default=0)} to {max(lengths, default=0)} for {rows} rows of {width}")
     missing = width - logprobs.shape[1]
     for index, length in enumerate(lengths):

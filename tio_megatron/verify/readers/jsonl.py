@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from tio_megatron.contract.messages import named, shown
 from tio_megatron.contract.strict_json import read_json
-from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
+from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored, require_file
 
+BOM = b"\xef\xbb\xbf"
+"""Some editors write it before UTF-8 text; it says nothing."""
 _MASKS = ("response_mask", "mask")
 
 
@@ -28,6 +30,7 @@ def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
     """See :func:`tio_megatron.verify.readers.read_scored`."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(BOM) if number == 1 else line
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
@@ -47,10 +50,9 @@ def read_tokens(path: Path) -> list[list[int]]:
     Raises:
         ValueError: no such file, no JSON, or no token ids; says where.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+    require_file(path)
     found = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -41,3 +42,13 @@ class Scored:
     def first(self) -> int:
         """Position of the first token that has a log-probability."""
         return len(self.tokens) - len(self.logprobs)
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is no file.
+
+    Raises:
+        ValueError: says what it is.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: " + ("a folder, not a file" if path.is_dir() else "no file but a device or a pipe" if path.exists() else "no such file"))

@@ -50,6 +50,8 @@ class Trace:
         try:
             self.engine: str = header["engine"]
             self.lengths: list[int] = [int(n) for n in header["lengths"]]
+            if min(self.lengths, default=1) < 1:
+                raise ValueError(f"sequence {self.lengths.index(min(self.lengths))} has the length {min(self.lengths)}")
             self.shape: dict[str, Any] = header["shape"]
             self.facts: dict[str, Any] = header["facts"]
             self.recorded: dict[str, dict[str, Any]] = header["points"]
@@ -157,7 +159,7 @@ def open_trace(folder: Path | str) -> Trace | Unfinished:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; a trace is a folder with trace.json")
+        raise ValueError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; a trace is a folder with trace.json")
     if (folder / "trace.json").exists():
         return Trace(folder)
     found = []
