@@ -70,7 +70,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     steps = options.steps.split(",")
     if unknown := set(steps) - set(STEPS):
-        parser.error(f"--steps: {', '.join(sorted(unknown))} is none of {', '.join(STEPS)}")
+        parser.exit(2, f"gpu_check: --steps: {', '.join(sorted(unknown))} is none of {', '.join(STEPS)}\n")
+    if options.tokens < 2:
+        parser.exit(2, f"gpu_check: --tokens must be at least 2, got {options.tokens}: a prompt and what follows it\n")
+    if not options.limit > 0:
+        parser.exit(2, f"gpu_check: --limit must be a number of seconds above 0, got {options.limit:g}\n")
     if not options.rehearse and (not torch.cuda.is_available() or torch.version.cuda is None or torch.cuda.get_device_capability() != (9, 0)):
         print("this check needs one GPU of compute capability 9.0 and torch with CUDA; --rehearse runs a part of it on the CPU", file=sys.stderr)
         return 2

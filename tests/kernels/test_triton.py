@@ -58,6 +58,37 @@ def test_compiled_for_sm90():
 
 
 @needs_triton
+@pytest.mark.parametrize("what", ["product", "product with fp32 rows", "grouped product", "attention"])
+def test_one_machine_code_at_every_number_of_rows(what: str):
+    """One decoded token is computed by the instructions, tiles and blocks that a prefill is computed by: the compiler's output is the same text."""
+    import torch
+
+    from tio_megatron.kernels import triton_report
+    from tio_megatron.kernels.attention import triton as attention
+    from tio_megatron.kernels.grouped import triton as grouped
+    from tio_megatron.kernels.linear import triton as linear
+
+    bf16 = torch.bfloat16
+    weight, experts = torch.empty(512, 1024, dtype=bf16), list(torch.empty(4, 512, 1024, dtype=bf16))
+    kv, starts = torch.empty(300, 4, 128, dtype=bf16), torch.tensor([0, 300], dtype=torch.int32)
+    launches = {
+        "product": lambda rows: linear.matmul(torch.empty(rows, 1024, dtype=bf16), weight, 4, False, bf16),
+        "product with fp32 rows": lambda rows: linear.matmul(torch.empty(rows, 1024), weight, 1, False, bf16),
+        "grouped product": lambda rows: grouped.grouped(
+            torch.empty(rows, 1024, dtype=bf16), experts, torch.tensor([0, rows, rows, rows, rows]), 1, False, bf16
+        ),
+        "attention": lambda rows: attention.attention(torch.empty(rows, 32, 128, dtype=bf16), kv, kv, torch.tensor([0, rows], dtype=torch.int32), starts, 0.1),
+    }
+    codes = {}
+    for rows in (1, 2, 16, 63, 64, 65, 300):
+        with triton_report.compiling() as compiled:
+            launches[what](rows)
+        codes[rows] = [(one.name, one.instructions, one.ptx) for one in compiled]
+    assert len(codes[1]) == 1 and "m64n64k16" in codes[1][0][1]
+    assert all(code == codes[300] for code in codes.values()), {rows: [one[:2] for one in code] for rows, code in codes.items()}
+
+
+@needs_triton
 def test_the_check_of_contraction_can_fail():
     """Negative control: compiled as Triton would by itself, sums and products may be contracted."""
     from tio_megatron.kernels import triton_report
@@ -93,6 +124,17 @@ def test_the_check_for_a_gpu_rehearses_on_the_cpu(tmp_path: Path):
     assert (tmp_path / "report.txt").read_text() == done.stdout
     assert subprocess.run(script, cwd=ROOT, capture_output=True, text=True).returncode == 2
     assert "nothing is none of layers, job" in subprocess.run([*script, "--steps", "nothing"], cwd=ROOT, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("given", [("--tokens", "0"), ("--tokens", "-3"), ("--limit", "0")])
+def test_a_number_that_cannot_be_is_one_line_before_any_step(given: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from benchmarks import gpu_check
+
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(["--rehearse", *given, "--out", str(tmp_path / "out")])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == "" and re.fullmatch(rf"gpu_check: {given[0]} must be .* got {given[1]}.*\n", told.err), told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.full
