@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B on Ascend NPUs: two layouts that people run, the contract that serves each, and verl's command for it. *Not run on an NPU.*
 
-``launch/qwen3_moe_30b_npu.sh`` starts it. ``--check`` needs no NPU and none of the packages: it holds the layouts against the contract.
+``launch/qwen3_moe_30b_npu.sh`` starts it. ``--check`` needs no NPU and no package, torch included: it holds the layouts against the contract.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, ModelShape
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.integrations.npu_switches import SWITCHES
 
 MODEL = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768)
 """Qwen3-30B-A3B."""
@@ -56,6 +57,21 @@ class Recipe:
             found.append(f"{self.trainer.ranks} NPUs do not divide into engines of {self.rollout.tp}")
         return found
 
+    def machines(self, npus: int) -> tuple[int, int]:
+        """How many machines with ``npus`` NPUs the layout takes, and how many NPUs of each.
+
+        Raises:
+            ValueError: no whole number of machines, or an engine of the rollout would lie over two; says what works.
+        """
+        ranks, engine = self.trainer.ranks, self.rollout.tp
+        if npus >= ranks:
+            return 1, ranks
+        if ranks % npus or npus % engine:
+            works = [str(count) for count in range(engine, ranks + 1, engine) if ranks % count == 0]
+            why = f"an engine of {engine} does not lie whole in it" if ranks % npus == 0 else f"{ranks} NPUs are no whole number of such machines"
+            raise ValueError(f"a machine of {npus} NPUs: {why}; {', '.join(works)} or more than {ranks} works")
+        return ranks // npus, npus
+
 
 RECIPES = {
     "tp4pp2cp2ep8": Recipe(
@@ -63,16 +79,12 @@ RECIPES = {
         RolloutLayout(4, False),
         "long sequences: full recomputation, weights and optimizer offloaded between phases",
     ),
-    "tp2ep8": Recipe(
-        TrainerLayout.of(tp=2, ep=8, etp=1), RolloutLayout(4, True), "one machine of 8: experts whole on both sides, grouped products by torch_npu"
-    ),
+    "tp2ep8": Recipe(TrainerLayout.of(tp=2, ep=8, etp=1), RolloutLayout(4, True), "experts whole on both sides, grouped products by torch_npu"),
 }
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
     """What every process of the run must have. The switches are also set by the package; here they reach processes that start before it."""
-    from tio_megatron.integrations.ascend.switches import SWITCHES
-
     contract = json.dumps(recipe.contract.to_dict() | {"vocab_size": MODEL.vocab}, sort_keys=True)
     values = {"TIO_CONTRACT": contract, "VERL_USE_EXTERNAL_MODULES": "tio_megatron.auto", "VLLM_ASCEND_ENABLE_NZ": "0"}
     return values | {switch.name: switch.value for switch in SWITCHES}
@@ -81,6 +93,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
 def command(recipe: Recipe, model: str, data: str, npus: int, more: Sequence[str] = ()) -> list[str]:
     """verl's command line. Names are those of verl 0.9.1."""
     layout, rollout = recipe.trainer.layout, recipe.rollout
+    machines, each = recipe.machines(npus)
     actor, engine = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     options = {
         "model_engine": "megatron",
@@ -107,8 +120,8 @@ def command(recipe: Recipe, model: str, data: str, npus: int, more: Sequence[str
         f"+{engine}.engine_kwargs.vllm.block_size": 128,
         f"+{engine}.engine_kwargs.vllm.async_scheduling": False,
         "trainer.device": "npu",
-        "trainer.nnodes": max(recipe.trainer.ranks // npus, 1),
-        "trainer.n_gpus_per_node": min(npus, recipe.trainer.ranks),
+        "trainer.nnodes": machines,
+        "trainer.n_gpus_per_node": each,
     }
     for side in (f"{actor}.megatron", "actor_rollout_ref.ref.megatron"):
         options |= {
@@ -137,15 +150,17 @@ def command(recipe: Recipe, model: str, data: str, npus: int, more: Sequence[str
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in options.items()), *more]
 
 
-def told(name: str, recipe: Recipe, model: str, data: str, npus: int) -> str:
+def told(name: str, recipe: Recipe, model: str, data: str, npus: int, more: Sequence[str] = ()) -> str:
     """The check of one layout, in lines."""
     problems = recipe.problems()
-    lines = [f"{name}: trainer {recipe.trainer}, rollout {recipe.rollout}, {recipe.trainer.ranks} NPUs; {recipe.about}"]
+    machines, each = recipe.machines(npus)
+    where = f"{recipe.trainer.ranks} NPUs, {machines} machine{'s' if machines > 1 else ''} of {each}"
+    lines = [f"{name}: trainer {recipe.trainer}, rollout {recipe.rollout}, {where}; {recipe.about}"]
     cuts = ", ".join(f"{axis} {count}" for axis, count in recipe.contract.to_dict()["cuts"].items())
     lines += [f"  contract: family {recipe.contract.family}, kv_block {recipe.contract.kv_block}, cuts {cuts}"]
     lines += [f"  does not fit: {problem}" for problem in problems] or ["  fits: every product is cut on leaves, on both sides"]
     lines += [f"  export {key}={shlex.quote(value)}" for key, value in environment(recipe).items()]
-    lines += ["  " + shlex.join(command(recipe, model, data, npus))]
+    lines += ["  " + shlex.join(command(recipe, model, data, npus, more))]
     return "\n".join(lines)
 
 
@@ -168,9 +183,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qwen3_moe_30b_npu: --npus must be at least 1, got {options.npus}", file=sys.stderr)
         return 2
     names = [options.layout] if options.layout else list(RECIPES) if options.check else ["tp2ep8"]
+    for name in names:
+        try:
+            RECIPES[name].machines(options.npus)
+        except ValueError as error:
+            print(f"qwen3_moe_30b_npu: --npus {options.npus}, --layout {name}: {error}", file=sys.stderr)
+            return 2
     if options.check:
         for name in names:
-            print(told(name, RECIPES[name], options.model, options.data, options.npus))
+            print(told(name, RECIPES[name], options.model, options.data, options.npus, options.more))
         print("not run on an NPU: python -m tio_megatron.ascend_selfcheck comes first there")
         return int(any(RECIPES[name].problems() for name in names))
     missing = [words for module, words in PACKAGES.items() if not _there(module)]

@@ -30,8 +30,8 @@ def test_the_check_holds_all_layouts_against_the_contract_and_prints_what_would_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(";")[0] for line in lines if not line.startswith("  ")][:2] == [
-        "tp4pp2cp2ep8: trainer TP 4 EP 8 ETP 1 SP PP 2 CP 2, rollout TP 4, 16 NPUs",
-        "tp2ep8: trainer TP 2 EP 8 ETP 1 SP DP 4, rollout TP 4 EP 4, 8 NPUs",
+        "tp4pp2cp2ep8: trainer TP 4 EP 8 ETP 1 SP PP 2 CP 2, rollout TP 4, 16 NPUs, 2 machines of 8",
+        "tp2ep8: trainer TP 2 EP 8 ETP 1 SP DP 4, rollout TP 4 EP 4, 8 NPUs, 1 machine of 8",
     ]
     assert lines.count("  fits: every product is cut on leaves, on both sides") == 2
     assert lines[-1].startswith("not run on an NPU")
@@ -94,3 +94,43 @@ def test_bad_input_is_one_line_and_status_2() -> None:
     done = run("--check", "--npus", "0")
     assert done.returncode == 2 and done.stderr == "qwen3_moe_30b_npu: --npus must be at least 1, got 0\n"
     assert run("--layout", "tp3").returncode == 2
+
+
+@pytest.mark.parametrize("check", [["--check"], ["--model", "/nowhere"]])
+@pytest.mark.parametrize(
+    ("npus", "layout", "why"),
+    [
+        ("6", "tp2ep8", "a machine of 6 NPUs: 8 NPUs are no whole number of such machines; 4, 8 or more than 8 works"),
+        ("12", "tp4pp2cp2ep8", "a machine of 12 NPUs: 16 NPUs are no whole number of such machines; 4, 8, 16 or more than 16 works"),
+        ("2", "tp2ep8", "a machine of 2 NPUs: an engine of 4 does not lie whole in it; 4, 8 or more than 8 works"),
+    ],
+)
+def test_machines_that_the_layout_does_not_fill_are_refused(check: list[str], npus: str, layout: str, why: str) -> None:
+    done = run(*check, "--npus", npus, "--layout", layout)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"qwen3_moe_30b_npu: --npus {npus}, --layout {layout}: {why}\n")
+
+
+@pytest.mark.parametrize(("npus", "machines", "each"), [(4, 2, 4), (8, 1, 8), (9, 1, 8), (16, 1, 8)])
+def test_machines_that_it_fills_hold_all_ranks(npus: int, machines: int, each: int) -> None:
+    words = npu_recipe.command(RECIPES["tp2ep8"], "/m", "/d", npus)
+    assert f"trainer.nnodes={machines}" in words and f"trainer.n_gpus_per_node={each}" in words
+    assert f"8 NPUs, {machines} machine{'s' if machines > 1 else ''} of {each};" in npu_recipe.told("tp2ep8", RECIPES["tp2ep8"], "/m", "/d", npus)
+
+
+def test_words_for_verl_are_in_the_command_that_is_printed() -> None:
+    done = run("--check", "--layout", "tp2ep8", "--", "trainer.total_epochs=2", "+data.name='a b'")
+    assert done.returncode == 0 and shlex.split(done.stdout.splitlines()[-2])[-2:] == ["trainer.total_epochs=2", "+data.name='a b'"]
+
+
+def test_the_check_runs_without_torch(tmp_path: Path) -> None:
+    """ "Any machine": a Python in which torch, numpy and the engines cannot be imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nclass Missing:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'numpy', 'triton', 'megatron', 'vllm', 'verl'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\nsys.meta_path.insert(0, Missing())\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*SCRIPT, "--check"], cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "" and done.stdout == run("--check").stdout
+    control = subprocess.run([sys.executable, "-c", "import torch"], cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+    assert control.returncode == 1 and "No module named 'torch'" in control.stderr
