@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,8 +52,9 @@ DECODED = (0, 1, 127, 128, 510, 511, 512, 513, 700, 1022, 1023, 1024, 1100)
 DECODE = [Case((n,), page=page) for page in (0, 128, 256, 512) for n in (513, 1025)] + [Case((1101,), 8, 1, 128), Case((1101,), 4, 4, 512)]
 
 
-def test_the_table_is_large_enough() -> None:
-    assert len(WHOLE + PACKED + PAGED + CHUNKS + DECODE) >= 60
+def test_the_table_is_large_enough_and_the_page_counts_it() -> None:
+    cases = len(WHOLE + PACKED + PAGED + CHUNKS + DECODE)
+    assert cases >= 60 and f"in every byte, in {cases} cases, with planted orders" in (Path(__file__).parents[3] / "docs" / "ascend.md").read_text()
 
 
 @cache

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.patching import author_of
 from tio_megatron.verify.doctor import examine, options, running, switches, worst
 from tio_megatron.verify.doctor.findings import LEVELS
@@ -30,7 +31,7 @@ def said(answer, topic):
 @pytest.mark.parametrize(
     "device, name, value, level",
     [
-        ("npu", "CLOSE_MATMUL_K_SHIFT", None, "bad"),
+        ("npu", "CLOSE_MATMUL_K_SHIFT", "0", "bad"),
         ("npu", "ATB_MATMUL_SHUFFLE_K_ENABLE", "1", "bad"),
         ("cuda", "NCCL_NVLS_ENABLE", "1", "note"),
         ("cpu", "VLLM_BATCH_INVARIANT", "1", "bad"),
@@ -38,7 +39,7 @@ def said(answer, topic):
     ],
 )
 def test_a_variable_that_moves_an_order_is_named(device, name, value, level):
-    environ = {"OMP_NUM_THREADS": "1", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "ATB_LLM_LCOC_ENABLE": "0"}
+    environ = {"OMP_NUM_THREADS": "1"} | {switch.name: switch.value for switch in npu_switches.SWITCHES}
     clean = {finding.level for finding in switches.check(device, plugged=True, environ=environ)}
     assert clean == {"ok"}
     broken = {key: one for key, one in {**environ, name: value}.items() if one is not None}
@@ -73,11 +74,39 @@ def test_every_variable_that_is_set_is_said_to_help_break_or_neither():
     assert "not known here" in said["NCCL_FANCY"].what and "NCCL_DEBUG" not in said
 
 
+VALUES = (None, "", "0", "1", "2", "true", "True", "false", "strict", "STRICT", " strict", "yes")
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", [switch.name for switch in npu_switches.SWITCHES])
+def test_the_verdict_on_an_npus_switch_is_what_a_start_does(name, value):
+    """Bad where :func:`prepare` refuses, a note where it sets, ok where it leaves what it finds; in a worker that has started, unset is bad."""
+    from tio_megatron.integrations.ascend import switches as ascend
+
+    environ = {} if value is None else {name: value}
+    found = {finding.what.split()[0]: finding for finding in switches.judged("npu", environ, plugged=True)}[name]
+    inside = {finding.what.split()[0]: finding for finding in switches.judged("npu", environ, plugged=True, started=True)}[name]
+    try:
+        done = "note" if name in ascend.prepare(dict(environ)) else "ok"
+    except ascend.SwitchError as error:
+        assert name in str(error) and found.works
+        done = "bad"
+    assert found.level == done and inside.level == ("bad" if done == "note" else done), (found, inside)
+
+
+def test_doctor_and_start_agree_about_a_whole_environment():
+    wrong = {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}
+    assert [one.level for one in switches.judged("npu", wrong | {"OMP_NUM_THREADS": "1"}, plugged=True)][:5] == ["bad", "bad", "note", "note", "note"]
+    unset = [*switches.judged("npu", {"OMP_NUM_THREADS": "1"}, plugged=True)]
+    assert worst(unset) == "note" and [one.what for one in unset][0].startswith("HCCL_DETERMINISTIC is unset: the start sets strict, before the process group")
+    assert unset[-1].level == "ok" and unset[-1].what.startswith("no variable that moves an order on npu is set against it")
+
+
 def test_npu_switches_are_one_table_with_two_readers():
     from tio_megatron.integrations.ascend import switches as ascend
     from tio_megatron.verify.doctor.switch_table import SWITCHES
 
-    ours = {switch.name: switch for switch in SWITCHES if switch.device == "npu"}
+    ours = {switch.name: switch for switch in SWITCHES if switch.device == "npu" and switch.name != "ACL_OPT_DETERMINISTIC"}
     assert set(ours) == {switch.name for switch in ascend.SWITCHES}
     environ: dict = {}
     ascend.prepare(environ)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tio_megatron.integrations.npu_switches import SWITCHES
+from tio_megatron.integrations.npu_switches import SWITCHES, against, missing
 
 LEVEL = 1
 """Deterministic level that is asked for: 1, the same bytes from run to run (the gradient of attention adds with atomics below it). 2 and 3 promise more
@@ -43,15 +43,15 @@ def prepare(environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
     wrong = _conflicts(values)
     if wrong:
         raise SwitchError("switches of the NPU are set against a fixed order: " + "; ".join(wrong))
-    missing = {switch.name: switch.value for switch in SWITCHES if not values.get(switch.name)}
-    if missing and environ is None and _group_is_up():
-        words = " ".join(f"{name}={value}" for name, value in missing.items())
+    new = {switch.name: switch.value for switch in missing(values)}
+    if new and environ is None and _group_is_up():
+        words = " ".join(f"{name}={value}" for name, value in new.items())
         raise SwitchError(
-            f"the process group was made before {', '.join(missing)} could be set, and has read them: put {words} into the "
+            f"the process group was made before {', '.join(new)} could be set, and has read them: put {words} into the "
             "environment of every process, or call tio_megatron.apply(...) before torch.distributed.init_process_group"
         )
-    values.update(missing)
-    return missing
+    values.update(new)
+    return new
 
 
 def set_level(level: int = LEVEL) -> None:
@@ -85,7 +85,7 @@ def verify(environ: Mapping[str, str] | None = None) -> None:
         SwitchError: names each, and what would work.
     """
     values = os.environ if environ is None else environ
-    wrong = _conflicts(values) + [f"{s.name} is not set ({s.about}); {s.name}={s.value} works" for s in SWITCHES if not values.get(s.name)]
+    wrong = _conflicts(values) + [f"{s.name} is not set ({s.about}); {s.name}={s.value} works" for s in missing(values)]
     if wrong:
         raise SwitchError("switches of the NPU: " + "; ".join(wrong))
 
@@ -99,7 +99,7 @@ def report(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """
     values = os.environ if environ is None else environ
     variables = {s.name: {"value": values.get(s.name), "works": [s.value, *s.also], "about": s.about} for s in SWITCHES}
-    problems = _conflicts(values) + [f"{s.name} is not set; {s.name}={s.value} works" for s in SWITCHES if not values.get(s.name)]
+    problems = _conflicts(values) + [f"{s.name} is not set; {s.name}={s.value} works" for s in missing(values)]
     level = _level()
     if level == 0:
         problems.append("the deterministic level is 0: the gradient of attention differs from run to run")
@@ -113,12 +113,7 @@ def report(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _conflicts(values: Mapping[str, str]) -> list[str]:
-    wrong = []
-    for switch in SWITCHES:
-        value = values.get(switch.name)
-        if value and value.lower() not in (switch.value, *switch.also):
-            wrong.append(f"{switch.name}={value} ({switch.about}); {' or '.join([switch.value, *switch.also])} works")
-    return wrong
+    return [f"{switch.name}={values[switch.name]} ({switch.about}); {switch.works} works" for switch in against(values)]
 
 
 def _group_is_up() -> bool:

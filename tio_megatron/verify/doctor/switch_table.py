@@ -47,12 +47,9 @@ SWITCHES = (
            "VLLM_USE_NCCL_SYMM_MEM=0", _VENDOR),
     Switch("VLLM_ALLREDUCE_USE_SYMM_MEM", "cuda", "vLLM's all-reduce through symmetric memory adds in another order than NCCL's", ("1",), ("0",),
            "VLLM_ALLREDUCE_USE_SYMM_MEM=0", _VENDOR),
-    *(
-        Switch(one.name, "npu", one.about, (UNSET, *(("0", "false") if one.value in ("1", "strict") else ("1", "true"))), (one.value, *one.also),
-               f"{one.name}={one.value}", one.about if not one.name.endswith("_DETERMINISTIC") else _VENDOR,
-               "note" if one.name.endswith("_DETERMINISTIC") else "bad")
-        for one in NPU
-    ),
+    *(Switch(one.name, "npu", one.about, (UNSET, *(("0", "false") if one.value in ("1", "strict") else ("1", "true"))), (one.value, *one.also),
+             f"{one.name}={one.value}") for one in NPU),  # under the contract: switches.of_npu
+    Switch("ACL_OPT_DETERMINISTIC", "npu", "the older way to ask for a deterministic level; under the contract torch_npu is asked for one"),
     # Products.
     Switch("CUBLAS_WORKSPACE_CONFIG", "cuda", "cuBLAS may choose another algorithm from run to run", (UNSET,), (":4096:8", ":16:8"),
            "CUBLAS_WORKSPACE_CONFIG=:4096:8", _OURS),

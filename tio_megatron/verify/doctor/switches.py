@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.switch_names import PREFIXES
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.switch_table import ANY, HARMLESS, SWITCHES, UNSET, Switch
@@ -25,13 +26,18 @@ def check(device: str, *, plugged: bool, environ: Mapping[str, str] | None = Non
     yield from _torch()
 
 
-def judged(device: str, values: Mapping[str, str], *, plugged: bool) -> Iterator[Finding]:
-    """:func:`check` of variables alone, which may be another process's."""
+def judged(device: str, values: Mapping[str, str], *, plugged: bool, started: bool = False) -> Iterator[Finding]:
+    """:func:`check` of variables alone, which may be another process's; ``started``: one that runs under the contract already."""
     clean = True
+    npu = {finding.what.split(" ")[0]: finding for finding in of_npu(values, started=started)} if plugged and device == "npu" else {}
     for switch in SWITCHES:
         if switch.device not in ("", device):
             continue
         value = values.get(switch.name)
+        if switch.name in npu:
+            clean = clean and npu[switch.name].level != "bad"
+            yield npu[switch.name]
+            continue
         does = effect(switch, value)
         if does == "breaks":
             if plugged and value is None and switch.level == "note" and switch.name != "OMP_NUM_THREADS":
@@ -47,6 +53,20 @@ def judged(device: str, values: Mapping[str, str], *, plugged: bool) -> Iterator
             yield Finding("note", TOPIC, f"{name} is set: what it does to an order of sums is not known here", "compare with a run without it (tio logdiff)")
     if clean:
         yield Finding("ok", TOPIC, f"no variable that moves an order on {device} is set against it")
+
+
+def of_npu(values: Mapping[str, str], *, started: bool = False) -> Iterator[Finding]:
+    """An NPU's switches under the contract: bad is what a start refuses, and what it sets is a note. In a process that has started, it must be there."""
+    against, missing = npu_switches.against(values), npu_switches.missing(values)
+    for switch in npu_switches.SWITCHES:
+        if switch in against:
+            yield Finding("bad", TOPIC, f"{switch.name} is {values[switch.name]}: breaks: {switch.about}", f"{switch.name}={switch.works}, or leave it unset")
+        elif switch in missing and started:
+            yield Finding("bad", TOPIC, f"{switch.name} is {UNSET}: breaks: {switch.about}; the start had set it", f"{switch.name}={switch.value}")
+        elif switch in missing:
+            yield Finding("note", TOPIC, f"{switch.name} is {UNSET}: the start sets {switch.value}, before the process group is made: {switch.about}")
+        else:
+            yield Finding("ok", TOPIC, f"{switch.name} is {values[switch.name]}: helps: {switch.about}")
 
 
 def effect(switch: Switch, value: str | None) -> str:

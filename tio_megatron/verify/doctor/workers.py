@@ -111,7 +111,7 @@ def _switches(name: str, held: Sequence[Mapping[str, Any]], device: str) -> Iter
             yield Finding(level, TOPIC, f"{name}: {variable} is {each}", "the same in the environment of every worker")
     seen: dict[Finding, list[int]] = defaultdict(list)
     for answer in held:
-        for finding in switches.judged(device, answer["switches"], plugged=True):
+        for finding in switches.judged(device, answer["switches"], plugged=True, started=True):
             if finding.level != "ok":
                 seen[finding].append(answer["rank"])
     for finding, ranks in seen.items():
