@@ -88,6 +88,42 @@ def test_one_machine_code_at_every_number_of_rows(what: str):
     assert all(code == codes[300] for code in codes.values()), {rows: [one[:2] for one in code] for rows, code in codes.items()}
 
 
+STATED = {
+    "_product": {"ROWS": 64, "COLUMNS": 128, "TERMS": 64},
+    "_grains": {"TERMS": 64},
+    "attention/_forward": {"ROWS": 64, "KEYS": 64, "LEVELS": 6},
+    "_dq": {"ROWS": 64, "KEYS": 64},
+    "_dkv": {"ROWS": 64, "KEYS": 64},
+    "norm/_forward": {"CHAIN": 32},
+    "_scores": {"CHAIN": 8},
+    "_route": {"CHAIN": 8},
+}
+"""Blocks and chains of the order that family ``triton-sm90`` states, as numbers: a change of any is another family, or at least another version."""
+
+
+@needs_triton
+def test_every_launch_takes_the_blocks_that_the_family_states(monkeypatch: pytest.MonkeyPatch):
+    from triton.runtime.jit import JITFunction
+
+    from tio_megatron.contract import FAMILIES
+    from tio_megatron.kernels import triton_report
+
+    family, seen = FAMILIES["triton-sm90"], set()
+    assert (family.order["k_block"], family.order["rows"], family.order["columns"], family.order["query_rows"]) == (64, 64, 128, 64)
+    assert family.fields == {"kv_block": 64, "chain": 0, "row_chain": 32, "router_chain": 8}
+
+    def run(self, *args, grid, warmup, **given):
+        for name in (self.__name__, f"{self.fn.__module__.split('.')[-2]}/{self.__name__}"):
+            if name in STATED:
+                seen.add(name)
+                assert {size: given[size] for size in STATED[name]} == STATED[name], (name, given)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    for launch in triton_report.launches().values():
+        launch()
+    assert seen == set(STATED)
+
+
 @needs_triton
 def test_the_check_of_contraction_can_fail():
     """Negative control: compiled as Triton would by itself, sums and products may be contracted."""
