@@ -71,8 +71,8 @@ def start(
     return answer
 
 
-def generate(requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """Sample every request in one batch and save the recording, prompts' log-probabilities included."""
+def _sampled(requests: list[dict[str, Any]], **more: Any) -> list[Any]:
+    """vLLM's outputs for every request, sampled in one batch; ``more`` of ``SamplingParams``."""
     from vllm import SamplingParams
 
     parameters = [
@@ -81,14 +81,20 @@ def generate(requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
             seed=request["seed"],
             max_tokens=request["max_new_tokens"],
             logprobs=0,
-            prompt_logprobs=0,
             ignore_eos=True,
             detokenize=False,
+            **more,
         )
         for request in requests
     ]
+    found: list[Any] = _engine.generate([{"prompt_token_ids": request["tokens"]} for request in requests], parameters, use_tqdm=False)
+    return found
+
+
+def generate(requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
+    """Sample every request in one batch and save the recording, prompts' log-probabilities included."""
     began = time.monotonic()
-    outputs = _engine.generate([{"prompt_token_ids": request["tokens"]} for request in requests], parameters, use_tqdm=False)
+    outputs = _sampled(requests, prompt_logprobs=0)
     tokens, logprobs = [], []
     for request, output in zip(requests, outputs, strict=True):
         sampled = list(output.outputs[0].token_ids)
@@ -113,21 +119,7 @@ def _rows(names: list[str], tokens: list[list[int]]) -> list[list[bytes]]:
 
 def sample(requests: list[dict[str, Any]], stop: int) -> dict[str, Any]:
     """Sample every request in one batch; answers with each one's new tokens, ``stop`` included, and their log-probabilities."""
-    from vllm import SamplingParams
-
-    parameters = [
-        SamplingParams(
-            temperature=request["temperature"],
-            seed=request["seed"],
-            max_tokens=request["max_new_tokens"],
-            logprobs=0,
-            ignore_eos=True,  # the checkpoint's end token is found by ``stop_token_ids``, whatever its configuration says
-            stop_token_ids=[stop],
-            detokenize=False,
-        )
-        for request in requests
-    ]
-    outputs = _engine.generate([{"prompt_token_ids": request["tokens"]} for request in requests], parameters, use_tqdm=False)
+    outputs = _sampled(requests, stop_token_ids=[stop])  # by which the checkpoint's end token is found, whatever its configuration says
     samples = []
     for output in outputs:
         tokens = list(output.outputs[0].token_ids)

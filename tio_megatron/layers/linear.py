@@ -6,6 +6,7 @@ Under sequence parallelism dimension 0 of the activations outside is cut into ``
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def column_parallel(
         ValueError: the dtypes differ; from the kernel, for shapes or dtypes that do not fit.
     """
     _check_alike("column_parallel", x, weight)
-    return _Column.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, gated, out_dtype or x.dtype, batch)
+    return _Column.apply(x, weight, _How(group, sequence_parallel, leaves, dgrad_leaves, batch, gated, out_dtype or x.dtype))
 
 
 def row_parallel(
@@ -79,7 +80,7 @@ def row_parallel(
         ValueError: the dtypes differ; from the kernel, for shapes or dtypes that do not fit.
     """
     _check_alike("row_parallel", x, weight)
-    return _Row.apply(x, weight, group, sequence_parallel, leaves, dgrad_leaves, batch)
+    return _Row.apply(x, weight, _How(group, sequence_parallel, leaves, dgrad_leaves, batch))
 
 
 def _check_alike(what: str, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -118,61 +119,54 @@ def weight_grad(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, batch: 
     return grads.products([weight], left, right, grains)[0]
 
 
+@dataclass(frozen=True)
+class _How:
+    """Of a product everything but its numbers; the fields are arguments of :func:`column_parallel`."""
+
+    group: Group
+    sequence_parallel: bool
+    leaves: int
+    dgrad_leaves: int
+    batch: MicroBatch | None
+    gated: bool = False
+    out_dtype: torch.dtype | None = None
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Group,
-        sequence_parallel: bool,
-        leaves: int,
-        dgrad_leaves: int,
-        gated: bool,
-        out_dtype: torch.dtype,
-        batch: MicroBatch | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: _How) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.leaves, ctx.gated, ctx.batch = group, sequence_parallel, dgrad_leaves, gated, batch
-        return kernel.linear(gathered(x, group, sequence_parallel), weight, leaves=leaves, out_dtype=out_dtype)
+        ctx.how = how
+        return kernel.linear(gathered(x, how.group, how.sequence_parallel), weight, leaves=how.leaves, out_dtype=how.out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), how = ctx.saved_tensors, ctx.how
         dx = dw = None
         if ctx.needs_input_grad[0]:
             rows = dy.reshape(-1, dy.shape[-1])
-            partial = kernel.matmul(rows, weight.t(), leaves=ctx.leaves, paired=ctx.gated, out_dtype=partial_dtype(ctx.group, x.dtype))
-            dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), ctx.group, ctx.sequence_parallel, x.dtype)
+            partial = kernel.matmul(rows, weight.t(), leaves=how.dgrad_leaves, paired=how.gated, out_dtype=partial_dtype(how.group, x.dtype))
+            dx = reduce_partial(partial.view(*dy.shape[:-1], weight.shape[1]), how.group, how.sequence_parallel, x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = weight_grad(weight, dy, gathered(x, ctx.group, ctx.sequence_parallel), ctx.batch)
-        return dx, dw, None, None, None, None, None, None, None
+            dw = weight_grad(weight, dy, gathered(x, how.group, how.sequence_parallel), how.batch)
+        return dx, dw, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Group,
-        sequence_parallel: bool,
-        leaves: int,
-        dgrad_leaves: int,
-        batch: MicroBatch | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: _How) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.dgrad_leaves, ctx.batch = group, sequence_parallel, dgrad_leaves, batch
-        partial = kernel.linear(x, weight, leaves=leaves, out_dtype=partial_dtype(group, x.dtype))
-        return reduce_partial(partial, group, sequence_parallel, x.dtype)
+        ctx.how = how
+        partial = kernel.linear(x, weight, leaves=how.leaves, out_dtype=partial_dtype(how.group, x.dtype))
+        return reduce_partial(partial, how.group, how.sequence_parallel, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        dy = gathered(dy, ctx.group, ctx.sequence_parallel)
+        (x, weight), how = ctx.saved_tensors, ctx.how
+        dy = gathered(dy, how.group, how.sequence_parallel)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), leaves=ctx.dgrad_leaves, out_dtype=x.dtype).view(x.shape)
+            dx = kernel.matmul(dy.reshape(-1, dy.shape[-1]), weight.t(), leaves=how.dgrad_leaves, out_dtype=x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            dw = weight_grad(weight, dy, x, ctx.batch)
-        return dx, dw, None, None, None, None, None
+            dw = weight_grad(weight, dy, x, how.batch)
+        return dx, dw, None
