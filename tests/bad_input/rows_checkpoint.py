@@ -21,7 +21,7 @@ NORM, EXPERT = "model.norm.weight", "model.layers.0.mlp.experts.1.down_proj.weig
 Act = Callable[[Path], Callable[[], object]]
 
 
-def opened(path: Path) -> Callable[[], object]:
+def opened(path: Path | None) -> Callable[[], object]:
     """Open it and read everything."""
 
     def act() -> None:
@@ -120,6 +120,31 @@ def loop(path: Path) -> None:
     os.symlink("config.json", path / "config.json")
 
 
+def part(axis: int, start: int, stop: int) -> Act:
+    """Elements of a tensor that is well."""
+
+    def act(folder: Path) -> Callable[[], object]:
+        path = made(folder)
+
+        def run() -> None:
+            with Checkpoint(path) as checkpoint:
+                checkpoint.part(EXPERT, axis, start, stop)
+
+        return run
+
+    return act
+
+
+def writing(before: Callable[[Path], object] = lambda path: None, config: Any = SMALL, given: Any = None, shard_bytes: int = 1 << 20) -> Act:
+    """Write a checkpoint; ``before`` prepares its place."""
+
+    def act(folder: Path) -> Callable[[], object]:
+        before(folder / "new")
+        return lambda: write_checkpoint(folder / "new", config, tensors(1) if given is None else given, shard_bytes=shard_bytes)
+
+    return act
+
+
 ROWS = [
     Row(PART, "a tensor missing", f"1 tensors missing: {NORM}", held(lambda t: t.pop(NORM))),
     Row(
@@ -191,6 +216,14 @@ ROWS = [
     Row(PART, "config.json with tie_word_embeddings as text", "tie_word_embeddings is 'false', it must be true or false", config(tie_word_embeddings="false")),
     Row(PART, "config.json with dropout", "attention_dropout is 0.1, supported is 0", config(attention_dropout=0.1)),
     Row(PART, "config.json with a head size of text", "not whole numbers: head_dim = 'wide'", config(head_dim="wide")),
+    Row(PART, "a part along an axis that the tensor lacks", f"{EXPERT}: axis is 5, a part of [32, 16] is taken along [0, 1]", part(5, 0, 1)),
+    Row(PART, "a part behind the tensor's end", f"{EXPERT}: elements [8, 99) along axis 0 are asked for, it has [0, 32)", part(0, 8, 99)),
+    Row(PART, "a part from a number below zero", f"{EXPERT}: elements [-1, 2) along axis 1 are asked for, it has [0, 16)", part(1, -1, 2)),
+    Row(PART, "no path at all", "the folder is None; expected its path as text", lambda folder: opened(None)),
+    Row(PART, "writing where a file is", "is a file, not a folder", writing(lambda path: path.write_text("mine"))),
+    Row(PART, "writing into files of no bytes", "shard_bytes is 0; expected a whole number of bytes", writing(shard_bytes=0)),
+    Row(PART, "writing what is no tensor", "is str, not a tensor", writing(given=[(NORM, "weights")])),
+    Row(PART, "writing without a configuration", "the configuration is NoneType; expected the contents of a config.json", writing(config=None)),
     Row(
         PART,
         "a folder that is not there",

@@ -81,10 +81,10 @@ def started(path: str, value: Any, contract: Contract | None = None) -> Callable
     return act
 
 
-def contract_of(value: Any) -> Callable[[Path], Callable[[], object]]:
+def contract_of(value: Any, **options: Any) -> Callable[[Path], Callable[[], object]]:
     from tio_megatron.integrations.vllm import engine_options
 
-    return lambda folder: lambda: engine_options(value)
+    return lambda folder: lambda: engine_options(value, **options)
 
 
 ROWS = [
@@ -114,5 +114,10 @@ ROWS = [
         "cut into 2 parts, but cuts.expert_row = 1",
         started("parallel_config.tensor_parallel_size", 2, Contract(cuts=Cuts(expert_row=1))),
     ),
+    Row(VLLM, "engine_options with tp True", "tp is True; expected a whole number of ranks, at least 1", contract_of(None, tp=True)),
+    Row(VLLM, "engine_options with expert_parallel as text", "expert_parallel is 'yes'; expected True or False", contract_of(None, expert_parallel="yes")),
+    Row(VLLM, "engine_options with a worker of somebody's", "worker_cls is the plug-in's own; leave it out", contract_of(None, worker_cls="x.Y")),
+    Row(VLLM, "engine_options with vLLM's name for tp", "tensor_parallel_size is named by tp", contract_of(None, tensor_parallel_size=4)),
+    Row(VLLM, "engine_options with additional_config as a list", "additional_config is []; expected a dictionary", contract_of(None, additional_config=[])),
     Row(VLLM, "a contract that is no JSON", "contract: not JSON", contract_of('{"cuts"')),
 ]

@@ -9,6 +9,7 @@ import torch
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.names import tensor_table
+from tio_megatron.checkpoint.reader import require_window
 
 
 class Weights(Protocol):
@@ -48,6 +49,10 @@ class HeldWeights:
 
         Raises:
             KeyError: the model has no such tensor.
+            ValueError: the tensor has no such elements.
         """
         held = self._tensors[name]
-        return held if axis is None else held.narrow(axis, start, (held.shape[axis] if stop is None else stop) - start)
+        if axis is None:
+            return held
+        require_window(name, tuple(held.shape), axis, start, stop)
+        return held.narrow(axis, start, (held.shape[axis] if stop is None else stop) - start)

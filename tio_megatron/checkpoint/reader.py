@@ -39,6 +39,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path | str) -> None:
+        if not isinstance(path, str | Path):
+            raise CheckpointError(f"checkpoint: the folder is {shown(path)}; expected its path as text or a pathlib.Path")
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder; a checkpoint is an HF folder with config.json and *.safetensors")
@@ -72,8 +74,11 @@ class Checkpoint:
         Raises:
             KeyError: the model has no such tensor.
             CheckpointError: a NaN or an infinity is among them.
+            ValueError: the tensor has no such elements; safetensors would give fewer.
         """
-        self.table[name]  # a KeyError here names the tensor, where safetensors would name only its file
+        shape = self.table[name].shape  # a KeyError here names the tensor, where safetensors would name only its file
+        if axis is not None:
+            require_window(name, shape, axis, start, stop)
         handle = self._handle(self._files[name])
         if axis is None:
             return self._sound(name, handle.get_tensor(name))
@@ -207,6 +212,19 @@ class Checkpoint:
         ours, theirs = (self._handle(self._files[name]).get_tensor(name) for name in (head, embedding))
         if tensor_digest(ours) == tensor_digest(theirs):
             found.discard(head)
+
+
+def require_window(name: str, shape: tuple[int, ...], axis: int, start: int, stop: int | None) -> None:
+    """Refuse elements ``[start, stop)`` along ``axis`` that a tensor of ``shape`` does not have.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    if type(axis) is not int or not 0 <= axis < min(len(shape), 2):
+        raise ValueError(f"{name}: axis is {shown(axis)}, a part of {list(shape)} is taken along {list(range(len(shape)))}")
+    last = shape[axis] if stop is None else stop
+    if type(start) is not int or type(last) is not int or not 0 <= start <= last <= shape[axis]:
+        raise ValueError(f"{name}: elements [{shown(start)}, {shown(last)}) along axis {axis} are asked for, it has [0, {shape[axis]})")
 
 
 def _is_plain(name: object) -> bool:

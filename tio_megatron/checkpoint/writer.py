@@ -51,6 +51,12 @@ def write_checkpoint(
         CheckpointError: a tensor is missing, unknown, given twice or of another shape or dtype, or the disk is too small.
     """
     path = Path(path)
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{path}: the configuration is {type(config).__name__}; expected the contents of a config.json")
+    if type(shard_bytes) is not int or shard_bytes < 1:
+        raise CheckpointError(f"{path}: shard_bytes is {shard_bytes!r}; expected a whole number of bytes, at least 1")
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: is a file, not a folder; name a folder, or a path where one can be made")
     checked = CheckpointConfig.from_dict(config)
     table = tensor_table(checked.shape)
     width = {"bfloat16": 2, "float32": 4}[checked.dtype]
@@ -92,6 +98,8 @@ def _write_tensors(draft: Path, table: Mapping[str, Any], dtype: str, tensors: I
     for name, tensor in tensors:
         if name not in table:
             raise CheckpointError(f"{draft.name}: tensor {name} has no place in the model")
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{draft.name}: {name} is {type(tensor).__name__}, not a tensor")
         if name in digests:
             raise CheckpointError(f"{draft.name}: tensor {name} was given twice")
         if tuple(tensor.shape) != table[name].shape or str(tensor.dtype) != f"torch.{dtype}":

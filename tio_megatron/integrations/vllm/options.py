@@ -13,6 +13,11 @@ from tio_megatron.integrations.vllm.ascend import seam
 SCHEDULER = "tio_megatron.integrations.vllm.scheduler.TioScheduler"
 
 
+_OURS = dict.fromkeys(("worker_cls", "scheduler_cls", "weight_transfer_config"), "is the plug-in's own; leave it out")
+_OURS |= {"tensor_parallel_size": "is named by tp", "enable_expert_parallel": "is named by expert_parallel"}
+"""Arguments of vLLM that would switch a part of the plug-in off."""
+
+
 def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, tp: int = 1, expert_parallel: bool = False, **others: Any) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM`` (or ``AsyncEngineArgs``) that put ``contract`` in force in that engine.
 
@@ -28,14 +33,21 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         others: passed on; ``additional_config`` is added to.
 
     Raises:
-        ValueError: ``tp`` is no whole number of at least 1, or the contract cannot be read.
+        ValueError: ``tp`` is no whole number of at least 1, another option is not what it must be or is not the caller's, or the contract cannot be read.
 
     >>> engine_options(tp=2, max_model_len=512)["tensor_parallel_size"]
     2
     """
-    if not isinstance(tp, int) or tp < 1:
+    if type(tp) is not int or tp < 1:
         raise ValueError(f"engine_options: tp is {tp!r}; expected a whole number of ranks, at least 1")
-    additional = {**others.pop("additional_config", {}), "tio_contract": read(contract).contract.to_dict()}
+    if type(expert_parallel) is not bool:
+        raise ValueError(f"engine_options: expert_parallel is {expert_parallel!r}; expected True or False")
+    if ours := sorted(others.keys() & _OURS.keys()):
+        raise ValueError("engine_options: " + "; ".join(f"{name} {_OURS[name]}" for name in ours))
+    given = others.pop("additional_config", {})
+    if not isinstance(given, dict):
+        raise ValueError(f"engine_options: additional_config is {given!r}; expected a dictionary")
+    additional = {**given, "tio_contract": read(contract).contract.to_dict()}
     options: dict[str, Any] = {
         "worker_cls": platforms.worker(),
         "scheduler_cls": SCHEDULER,
