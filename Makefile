@@ -70,7 +70,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed bench-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -111,10 +111,14 @@ test-deepspeed: $(DEEPSPEED_DONE)  ## DeepSpeed 0.19.8 on its CPU accelerator un
 	@$(IN_DEEPSPEED) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_DEEPSPEED) python -m tio_megatron.kernels.build
 	$(IN_DEEPSPEED) python -m pytest tests/integrations/deepspeed $(ARGS)
 
+bench-deepspeed: $(DEEPSPEED_DONE)  ## what the contract costs under DeepSpeed, beside stock, in the same environment
+	@$(IN_DEEPSPEED) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_DEEPSPEED) python -m tio_megatron.kernels.build
+	$(IN_DEEPSPEED) python -W ignore benchmarks/deepspeed_engine.py $(ARGS)
+
 verl: $(VERL_DONE)  ## GRPO in stock verl on this CPU, its metrics at 0, in an environment of its own (.venv-verl; into out/verl)
 	@PYTHON='$(abspath $(VERL)/bin)/python' bash launch/qwen3_moe_verl.sh out/verl $(ARGS)
 
-test-verl: $(VERL_DONE)  ## that job with and without the contract, and verl's own offloading, in the same environment; about 10 minutes
+test-verl: $(VERL_DONE)  ## that job with and without the contract, and verl's own offloading, in the same environment; about 20 minutes
 	@$(VERL)/bin/python -m tio_megatron.kernels.build >/dev/null
 	PATH="$(abspath $(VERL)/bin):$$PATH" $(VERL)/bin/python -m pytest tests/verl $(ARGS)
 
@@ -236,7 +240,7 @@ clean:  ## remove what was built and measured; .venv and the wheels stay
 distclean: clean  ## remove .venv too; the wheels stay
 	@$(HELPERS)
 	if [ -d $(STAMPS) ]; then empty; rm -rf $(VENV); fi
-	for made in $(ASCEND) $(DEEPSPEED) $(DOCS); do if ls $$made/.tio-* >/dev/null 2>&1; then rm -rf $$made; fi; done
+	for made in $(ASCEND) $(DEEPSPEED) $(DOCS) $(VERL); do if ls $$made/.tio-* >/dev/null 2>&1; then rm -rf $$made; fi; done
 
 $(ENV_DONE):
 	@$(HELPERS)
