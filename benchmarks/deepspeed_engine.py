@@ -29,8 +29,8 @@ CASES = {
     "MoE layer, EP 2, 8 experts, k = 2: forward and backward": {"ep": 2, "part": "passes"},
     "ZeRO-1, DP 2: whole step of two micro-batches": {"stage": 1, "micro_batches": 2, "part": "all"},
     "ZeRO-2, DP 2: whole step of two micro-batches": {"stage": 2, "micro_batches": 2, "part": "all"},
-    "ZeRO-1, DP 2: reduction, norm and Adam alone": {"stage": 1, "part": "step"},
-    "ZeRO-2, DP 2: reduction, norm and Adam alone": {"stage": 2, "part": "step"},
+    "ZeRO-1, DP 2: engine.step() alone": {"stage": 1, "part": "step"},
+    "ZeRO-2, DP 2: engine.step() alone": {"stage": 2, "part": "step"},
 }
 
 
