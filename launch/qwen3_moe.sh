@@ -55,6 +55,10 @@ def start_torchrun(argv: list[str]) -> int:
 
     job, words = split(argv)
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError as gone:
+            raise ValueError("the current folder has been removed: change into one that is there") from gone
         places.check_threads(os.environ)
         parse = import_module(f"examples.qwen3_moe.{job}_options" if job else "examples.qwen3_moe.options").parse
         options = parse(words)
@@ -144,6 +148,8 @@ def split(argv: list[str]) -> tuple[str, list[str]]:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
+    for closed in (name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None):  # "bash ... >&-": else the next file takes its place
+        setattr(sys, closed, open(os.devnull, "r" if closed == "stdin" else "w"))
     # Before anything can import torch. Its errors are exceptions too, without the frames of its C++; else it also says of hosts that it knows no name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:

@@ -5,6 +5,7 @@ The job's options are the real ones; the job itself is a stand-in that writes do
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -124,6 +125,14 @@ def test_the_word_rl_in_front_is_the_other_job(checkout: Checkout) -> None:
     assert (done.returncode, done.stderr, seen) == (2, "qwen3_moe: error: --steps must be at least 1, got 0\n", [])
     done, seen = checkout.run("bash", checkout.script, "rl", "--help", PYTHON=sys.executable)
     assert done.returncode == 0 and done.stdout.startswith("usage: qwen3_moe.sh rl") and "--stock" in done.stdout and not seen
+
+
+def test_a_closed_output_and_a_removed_folder(checkout: Checkout) -> None:
+    done, seen = checkout.run("sh", "-c", f"bash {shlex.quote(checkout.script)} --tp 1 --ep 1 >&-", PYTHON=sys.executable)
+    assert (done.returncode, done.stderr, len(seen)) == (0, "", 1)
+    done, seen = checkout.run("sh", "-c", f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.quote(sys.executable)} {shlex.quote(checkout.script)}")
+    assert (done.returncode, seen) == (2, []), done
+    assert done.stderr == "qwen3_moe: error: the current folder has been removed: change into one that is there\n"
 
 
 def test_the_caller_may_choose_the_number_of_ranks(checkout: Checkout) -> None:
