@@ -33,7 +33,7 @@ def rows() -> list[dict[str, Any]]:
             if done.returncode:
                 raise RuntimeError(f"{engine}: {done.stderr[-2000:]}")
             times = json.loads(done.stdout.strip().splitlines()[-1])
-            on, off = times["traced"] / times["plain"], times["after"] / times["plain"]
+            on, off = times["traced"] / times["plain"], times["plain"] / times["never"]
             ratio = on if times["same"] else None
             note = f"{1000 * times['plain']:.0f} ms without, {1000 * times['traced']:.0f} ms with; {times['points']} points"
             found.append({"name": f"{engine}: tracer on", "ratio": ratio, "goal": GOAL, "met": bool(ratio and ratio < GOAL), "note": note})
@@ -60,12 +60,12 @@ def _times(plain: Any, traced: Any, folder: Path, hooks: Any) -> dict[str, Any]:
     from tio_megatron.verify.traces import open_trace
 
     before = plain()
-    times: dict[str, list[float]] = {"plain": [], "traced": [], "after": []}
-    for _ in range(REPEATS):
-        times["plain"].append(_timed(plain))
-    for i in range(REPEATS):
+    times: dict[str, list[float]] = {"never": [], "plain": [], "traced": []}
+    for _ in range(REPEATS):  # before any recording
+        times["never"].append(_timed(plain))
+    for i in range(REPEATS):  # by turns, so that a busy machine slows both
         times["traced"].append(_timed(lambda i=i: traced(folder / str(i))))
-        times["after"].append(_timed(plain))
+        times["plain"].append(_timed(plain))
     trace = open_trace(folder / "0")
     known = trace.values("logprob")
     same = plain() == before and known is not None and [value for value in known.tolist() if value] == [value for row in before for value in row if value]
