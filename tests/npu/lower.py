@@ -85,6 +85,8 @@ def table() -> Iterator[str]:
             try:
                 text = lower(self, args, kwargs)
                 told = f"linalg {len(re.findall(r'linalg[.]', text)):>3}  {hivm(text)}"
+            except subprocess.CalledProcessError as error:  # its words hold a path of this machine
+                told = f"no linalg: {Path(error.cmd[0]).name} ends with status {error.returncode}"
             except Exception as error:  # a compiler may fail in any way; the row says how
                 told = f"no linalg: {type(error).__name__}: {' '.join(str(error).split())[:110]}"
             found.append((self.__name__, told))
