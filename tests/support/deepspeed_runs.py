@@ -20,8 +20,11 @@ ROWS_AND_COLUMNS = {
 }
 
 
+WHOLE_EXPERTS = ROWS_AND_COLUMNS | {"layer_specs": [{"patterns": [".*deepspeed_experts.*"], "partition_type": "skip"}, *ROWS_AND_COLUMNS["layer_specs"]]}
+
+
 class Layout(NamedTuple):
-    """``world`` ranks; ``tp`` of AutoTP; ``ep`` of the MoE layer, 0 for a dense model; ZeRO stage; whether the contract is in force."""
+    """``world`` ranks; ``tp`` of AutoTP; ``ep`` of the MoE layer, 0 for a dense model; ZeRO stage; whether ours is in force; ``cut``: its experts are."""
 
     world: int = 1
     tp: int = 1
@@ -32,9 +35,15 @@ class Layout(NamedTuple):
     k: int = 2
     clip: float = 0.5
     steps: int = 3
+    cut: bool = False
 
     def __str__(self) -> str:
-        return f"{'ours' if self.ours else 'stock'} world {self.world} tp {self.tp} ep {self.ep} zero {self.stage}{' bf16' if self.bf16 else ''} k {self.k}"
+        ep = f"{self.ep}{' cut' if self.cut else ''}"
+        return f"{'ours' if self.ours else 'stock'} world {self.world} tp {self.tp} ep {ep} zero {self.stage}{' bf16' if self.bf16 else ''} k {self.k}"
+
+    def first_expert(self, rank: int) -> int:
+        """Of those that ``rank`` holds: groups are runs of the world, or with experts that are cut runs of equal ranks of tensor parallelism."""
+        return (rank // self.tp if self.cut else rank) % self.ep * (EXPERTS // self.ep)
 
 
 class Attention(nn.Module):
@@ -55,10 +64,10 @@ class Attention(nn.Module):
 class Dense(nn.Module):
     """Its bias and norm are no linears: their gradients come through autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.up_proj, self.down_proj = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.up_proj, self.down_proj = nn.Linear(HIDDEN, width), nn.Linear(width, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(nn.functional.silu(self.up_proj(self.norm(x))))
@@ -73,7 +82,7 @@ class Sparse(nn.Module):
 
         options = {"drop_tokens": False, "min_capacity": 0, "use_rts": False, "top2_2nd_expert_sampling": False}
         self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = MoE(HIDDEN, Dense(), num_experts=EXPERTS, ep_size=layout.ep, k=layout.k, **options)
+        self.moe = MoE(HIDDEN, Dense(2 * WIDTH), num_experts=EXPERTS, ep_size=layout.ep, k=layout.k, enable_expert_tensor_parallelism=layout.cut, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, self.auxiliary, _ = self.moe(self.norm(x))
@@ -121,17 +130,16 @@ def here(rank: int, world: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
-def build(rank: int, layout: Layout) -> Model:
+def build(rank: int, layout: Layout, kind: type[nn.Module] = Model) -> Any:
     """The same weights in every layout: experts of one layer differ, by their number in it."""
     torch.manual_seed(3)
-    model = Model(layout)
-    local = EXPERTS // max(layout.ep, 1)
+    model = kind(layout)
     for name, parameter in model.named_parameters():
         seed = sum(name.encode())
         if "deepspeed_experts." in name:
             prefix, _, rest = name.partition("deepspeed_experts.")
             number, _, rest = rest.partition(".")
-            seed = sum(f"{prefix}{rest}".encode()) * 100 + int(number) + (rank % layout.ep) * local
+            seed = sum(f"{prefix}{rest}".encode()) * 100 + int(number) + layout.first_expert(rank)
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.data += 0.1 * noise
     return model
@@ -150,7 +158,7 @@ def configuration(layout: Layout) -> dict[str, Any]:
     if layout.bf16:
         config["bf16"] = {"enabled": True}
     if layout.tp > 1:
-        config["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": ROWS_AND_COLUMNS}
+        config["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": WHOLE_EXPERTS if layout.ep and not layout.cut else ROWS_AND_COLUMNS}
     return config
 
 
@@ -180,7 +188,7 @@ def train(rank: int, layout: Layout, engine: Any, data: torch.Tensor) -> dict[st
 
 def weights(rank: int, layout: Layout, model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole weights by a name that belongs to no layout."""
-    found, local = {}, EXPERTS // max(layout.ep, 1)
+    found = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().clone()
         if layout.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -188,7 +196,7 @@ def weights(rank: int, layout: Layout, model: nn.Module) -> dict[str, torch.Tens
         if "deepspeed_experts." in name:
             prefix, _, rest = name.partition("deepspeed_experts.")
             number, _, rest = rest.partition(".")
-            name = f"{prefix}{int(number) + (rank % layout.ep) * local}.{rest}"
+            name = f"{prefix}{int(number) + layout.first_expert(rank)}.{rest}"
         found[name] = value
     return found
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed_runs import Layout, joined, train_all
 
 from tio_megatron.integrations.deepspeed import experts, linears, moe, sums
+from tio_megatron.layers.grains import size
 from tio_megatron.testing import run_ranks
 
 
@@ -57,10 +58,18 @@ def float_sums(parts, group):
         part.copy_(rounded.long())
 
 
+def place_of_every_share(group):
+    """As if a share of a micro-batch's tokens were a micro-batch."""
+    from deepspeed.utils import groups
+
+    return 1 if group is groups._TENSOR_MODEL_PARALLEL_GROUP else size(group)
+
+
 PLANTS = {
     "row": ((linears, "row_parallel", plain_row), Layout(world=2, tp=2)),
     "column": ((linears, "column_parallel", plain_column), Layout(world=2, tp=2)),
     "experts": ((moe, "run_experts", all_at_once), Layout(world=2, ep=2)),
+    "shares": ((moe, "size", place_of_every_share), Layout(world=2, tp=2, ep=2)),
     "sums": ((sums, "add_over", float_sums), Layout(world=2)),
 }
 

@@ -45,7 +45,6 @@ GATES = {
     "drawn second expert": ({"k": 2, "top2_2nd_expert_sampling": True}, "top2_2nd_expert_sampling=True.*False would work"),
     "noise": ({"noisy_gate_policy": "Jitter"}, "noisy_gate_policy='Jitter'"),
     "residual": ({"use_residual": True}, "use_residual=True"),
-    "expert tensor parallelism": ({"enable_expert_tensor_parallelism": True}, "enable_expert_tensor_parallelism=True"),
 }
 
 
@@ -224,9 +223,62 @@ def cuts(rank):
         found[name] = said(lambda config=config, name=name: deepspeed.initialize(model=Odd() if name == "uneven" else build(rank, Layout()), config=config))
     config = configuration(Layout(world=2)) | {"tensor_parallel": CUTS["uneven"][0]}
     found["leaves"] = said(lambda: deepspeed.initialize(model=Leafless(), config=config))
-    moe = configuration(Layout(world=2, tp=2))
-    found["moe"] = said(lambda: deepspeed.initialize(model=build(rank, Layout(world=2, ep=1)), config=moe))
-    return found
+    return found | {name: said(lambda change=change: beside(rank, **change)) for name, (change, _) in BESIDE.items()}
+
+
+def router_too(config):
+    config["tensor_parallel"]["partition_config"] = copy.deepcopy(ROWS_AND_COLUMNS)
+    config["tensor_parallel"]["partition_config"]["layer_specs"].append({"patterns": [".*gate\\.wg\\.weight$"], "partition_type": "column"})
+
+
+def experts_too(config):
+    config["tensor_parallel"]["partition_config"] = ROWS_AND_COLUMNS
+
+
+def summed(config):
+    config["tensor_parallel"]["partition_config"] = copy.deepcopy(ROWS_AND_COLUMNS)
+    skip = {"patterns": [".*deepspeed_experts.*norm\\.weight$"], "partition_type": "skip", "grad_allreduce": True}
+    config["tensor_parallel"]["partition_config"]["layer_specs"].insert(0, skip)
+
+
+def strided(config):
+    config["use_data_before_expert_parallelism"] = True
+
+
+BESIDE = {
+    "router": ({"change": router_too, "cut": True}, "layers.0.mlp.moe: AutoTP cut the router (gate.wg)"),
+    "whole experts": (
+        {"change": experts_too},
+        "AutoTP cut the experts (deepspeed_experts.0.up_proj), whose ranks see other tokens: enable_expert",
+    ),
+    "sum of a norm": ({"change": summed, "cut": True}, "grad_allreduce on an expert's deepspeed_experts.0.norm.weight"),
+    "order of groups": ({"change": strided}, "use_data_before_expert_parallelism under tensor parallelism"),
+    "width": ({"cut": True, "width": 64}, "AutoTP cut an expert's deepspeed_experts.0.up_proj to 32 outputs"),
+    "ep_size": ({"ep": 3}, "ep_size=3 under tensor parallelism of 2: an expert-parallel group would hold some of the ranks"),
+    # Last: engines whose groups stay.
+    "checkpoint": ({"save": True}, "save_checkpoint with layers.0.mlp.moe: ep_size=1 and enable_expert_tensor_parallelism=False"),
+    "groups": ({"then": True}, "enable_expert_tensor_parallelism=True needs the expert-parallel ranks"),
+}
+"""An MoE layer beside tensor parallelism of 2: what is done, and what the error says."""
+
+
+def beside(rank, change=None, save=False, then=False, width=0, **layout):
+    layout = Layout(world=2, tp=2, **({"ep": 1} | layout))
+    config = configuration(layout)
+    if change:
+        change(config)
+    model = build(rank, layout._replace(ep=1))
+    for block in model.layers:
+        block.mlp.moe.ep_size = layout.ep
+        if width:
+            block.mlp.moe = deepspeed.moe.layer.MoE(HIDDEN, Dense(width), num_experts=2, enable_expert_tensor_parallelism=True, drop_tokens=False)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    if save:
+        engine.save_checkpoint("never")
+    if then:
+        engine.destroy()
+        layout = layout._replace(cut=True)
+        deepspeed.initialize(model=build(rank, layout), config=configuration(layout))
 
 
 def test_cuts_that_have_no_order():
@@ -234,4 +286,5 @@ def test_cuts_that_have_no_order():
         for name, (_, expected) in CUTS.items():
             assert expected in found[name], found[name]
         assert "odd: 36 terms do not divide into cuts.mlp_row = 8 equal leaves" in found["leaves"], found["leaves"]
-        assert "MoE under tensor parallelism (size 2)" in found["moe"], found["moe"]
+        for name, (_, expected) in BESIDE.items():
+            assert expected in found[name], found[name]

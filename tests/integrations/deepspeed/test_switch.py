@@ -145,9 +145,14 @@ def resumed(rank, layout, folder):
     return [(name, straight[name], broken[name]) for name in straight] + [(name, a.detach().clone(), b.detach().clone()) for name, (a, b) in pairs.items()]
 
 
-@pytest.mark.parametrize("layout", [Layout(world=2, stage=2), Layout(world=2, ep=2, stage=1)], ids=str)
+BESIDE = [Layout(world=2, tp=2, ep=2), Layout(world=2, tp=2, ep=1, cut=True), Layout(world=4, tp=2, ep=2), Layout(world=4, tp=2, ep=2, cut=True)]
+"""An MoE layer beside tensor parallelism."""
+KEPT = [Layout(world=2, stage=2), Layout(world=2, ep=2, stage=1), *(pytest.param(layout, marks=pytest.mark.full) for layout in BESIDE)]
+
+
+@pytest.mark.parametrize("layout", KEPT, ids=str)
 def test_a_checkpoint_goes_on_with_the_same_bytes(layout, tmp_path):
-    for theirs in run_ranks(2, resumed, layout, str(tmp_path), timeout=200):
+    for theirs in run_ranks(layout.world, resumed, layout, str(tmp_path), timeout=200):
         for name, straight, broken in theirs:
             assert_same_bytes(broken, straight, name)
 

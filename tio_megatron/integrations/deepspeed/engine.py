@@ -14,6 +14,7 @@ from tio_megatron.contract.grid import MEANS, MEANS_TERMS
 from tio_megatron.integrations.deepspeed import refusals, workers
 from tio_megatron.integrations.deepspeed.model import adopt
 from tio_megatron.integrations.deepspeed.norms import OVER_TENSOR, OrderedNorm
+from tio_megatron.integrations.deepspeed.peers import check_groups, check_save, peers_of, places_of_experts
 from tio_megatron.integrations.deepspeed.state import refuse_run, session
 from tio_megatron.integrations.deepspeed.sums import GradientSums, Place
 
@@ -38,10 +39,12 @@ def prepare(original: Callable[..., None]) -> Callable[..., None]:
     def _configure_distributed_model(self: Any, model: Any) -> None:
         setting = session()
         if setting is not None:
-            refusals.check_model(model, max(1, self.autotp_size()))
-            adopt(model, setting)
+            refusals.check_model(model, max(1, self.autotp_size()), strided=self._config.use_data_before_expert_parallel_)
+            adopt(model, setting, peers_of(self))
             self.tio_setting = setting
         original(self, model)
+        if setting is not None and self.autotp_size() > 1:
+            check_groups(model, self.autotp_size())
 
     return _configure_distributed_model
 
@@ -76,8 +79,9 @@ def configure_optimizer(original: Callable[..., None]) -> Callable[..., None]:
         if self.zero_optimization():
             held = {id(one) for group in self.optimizer.bit16_groups for one in group}
         norms = {id(module.weight) for module in self.module.modules() if isinstance(module, OrderedNorm)}
+        experts = places_of_experts(self)
         parameters = [
-            (name, one, _place(self, one), MEANS_TERMS if id(one) in norms else MEANS)
+            (name, one, experts.get(id(one)) or _place(self, one), MEANS_TERMS if id(one) in norms else MEANS)
             for name, one in self.module.named_parameters()
             if id(one) in held and one.requires_grad
         ]
@@ -91,11 +95,7 @@ def configure_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _place(engine: Any, parameter: Any) -> Place:
-    from deepspeed.moe.utils import is_moe_param
-
-    if is_moe_param(parameter):
-        return Place(engine.expert_data_parallel_group[parameter.group_name])
-    tensor = engine.mpu.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
+    tensor = peers_of(engine)
     if tensor is None:
         return Place(engine.seq_data_parallel_group)
     if getattr(parameter, "tensor_model_parallel", False):
@@ -216,6 +216,7 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = dict(client_state or {})
         if hasattr(self, "tio_sums"):
+            check_save(self)
             extra[KEY] = _largest(self)
         return original(self, save_dir, tag, extra, *args, **kwargs)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tio_megatron.integrations.deepspeed.linears import OrderedLinear
+from tio_megatron.integrations.deepspeed.linears import is_ordered
 from tio_megatron.integrations.deepspeed.sums import sum_of
 
 
@@ -46,7 +46,7 @@ def _one(expert: nn.Module, rows: Tensor) -> Tensor:
 def _others(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Trained parameters whose gradients would come through autograd, which adds up those of all calls before anybody sees them."""
     for prefix, module in expert.named_modules():
-        if not isinstance(module, OrderedLinear):
+        if not is_ordered(module):
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if sum_of(parameter) is not None:
                     yield name, parameter

@@ -66,6 +66,11 @@ class OrderedLinear(nn.Linear):
         return with_bias(out, self.bias)
 
 
+def is_ordered(module: nn.Module) -> bool:
+    """Whether a linear, AutoTP's or one that nobody cut, hands its gradients to their sums itself."""
+    return hasattr(module, "tio_leaves")
+
+
 def _column(layer: Any, input: Tensor) -> Tensor:  # noqa: A002
     """``LinearLayer.forward``: the input gradient by the tree over ranks. ``tp_overlap_comm`` changes nothing: there is nothing to overlap."""
     leaves = layer.tio_leaves

@@ -10,18 +10,21 @@ from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.deepspeed import refusals
 from tio_megatron.integrations.deepspeed.linears import OrderedLinear, leaves_for
 from tio_megatron.integrations.deepspeed.norms import adopt_norm, epsilon_of
+from tio_megatron.integrations.deepspeed.peers import adopt_peers
 from tio_megatron.integrations.deepspeed.state import SETTING
 
 
-def adopt(model: nn.Module, setting: Setting) -> None:
+def adopt(model: nn.Module, setting: Setting, peers: Any = None) -> None:
     """After AutoTP has cut ``model``: every linear, RMS norm and MoE layer computes in the contract's order from now on.
 
     Parameters, their names and their data are untouched. Linears of other classes than ``nn.Linear`` and AutoTP's stay as they are: nobody cuts them.
+    ``peers``: the tensor-parallel group of an engine that trains.
 
     Raises:
         ValueError: a layer that has no order here, or a cut that does not fall on leaves.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce
+    from deepspeed.moe.layer import MoE
     from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 
     refusals.check_layers(model)
@@ -32,6 +35,8 @@ def adopt(model: nn.Module, setting: Setting) -> None:
             _order(module, name, (ranks, 1) if type(module) is LinearLayer else (1, ranks), setting)
         elif (epsilon := epsilon_of(module)) is not None:
             adopt_norm(module, epsilon, setting)
+        elif isinstance(module, MoE):
+            adopt_peers(module, peers)
         elif isinstance(module, MOELayer):
             setattr(module, SETTING, setting)
         elif type(module) in (nn.Linear, OrderedLinear) and id(module) not in gates:

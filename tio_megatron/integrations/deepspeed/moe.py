@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tio_megatron.integrations.deepspeed.experts import run_experts
+from tio_megatron.integrations.deepspeed.peers import PEERS, Shares
 from tio_megatron.integrations.deepspeed.state import ordered
 from tio_megatron.layers.dispatch import AllToAll, ExpertGroups
 from tio_megatron.layers.grains import rank, size
@@ -29,13 +30,18 @@ def run(layer: Any, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
     layer.exp_counts = torch.bincount(ids[ids >= 0], minlength=experts)
     layer.l_aux = balance(logits, ids, gate.k)
     group = layer.ep_group if layer.ep_size > 1 else None
+    peers = getattr(layer, PEERS)
+    shares = Shares(len(x), peers)
+    ids, probs, x = shares.mine(ids), shares.mine(probs), shares.mine(x)
     way = AllToAll(ids, ExpertGroups(experts, ep=group, all=group))
     rows = way.dispatch(way.spread(x))
-    sources = way.label(torch.full((len(x),), rank(group), dtype=torch.int64, device=x.device))
+    # Peers are neighbours in the group, and their shares are of one micro-batch.
+    micro_batches, mine = size(group) // size(peers), rank(group) // size(peers)
+    sources = way.label(torch.full((len(x),), mine, dtype=torch.int64, device=x.device))
     local = torch.arange(layer.num_local_experts, device=x.device).repeat_interleave(way.counts)
-    counts = torch.bincount(local * size(group) + sources, minlength=layer.num_local_experts * size(group))
-    done = run_experts(layer.experts.deepspeed_experts, rows, counts.view(layer.num_local_experts, size(group)))
-    return way.combine(way.collect(done), probs).view(hidden.shape)
+    counts = torch.bincount(local * micro_batches + sources, minlength=layer.num_local_experts * micro_batches)
+    done = run_experts(layer.experts.deepspeed_experts, rows, counts.view(layer.num_local_experts, micro_batches))
+    return shares.whole(way.combine(way.collect(done), probs)).view(hidden.shape)
 
 
 moe_forward = ordered(run)

@@ -43,6 +43,9 @@ GATE_RULES = (
 )
 
 
+WIDE = 64
+"""Elements of which torch's vectorised loops take no fewer at a time (two registers of 512 bits, of bf16); those of fp32 divide it."""
+
 OPTIMIZERS = ("adam", "adamw")
 """Names of optimizers in a configuration, in small letters."""
 
@@ -66,13 +69,15 @@ def check_engine(engine: Any) -> None:
     _refuse("deepspeed.initialize", [*broken(CONFIG_RULES, _Asked(engine)), *broken(FIELD_RULES, engine._config), *_of_engine(engine)])
 
 
-def check_model(model: nn.Module, tp: int) -> None:
+def check_model(model: nn.Module, tp: int, *, strided: bool) -> None:
     """Refuse a model to be trained that has modules which the contract does not cover, or not under ``tp`` ranks of tensor parallelism.
+
+    ``strided``: the configuration's ``use_data_before_expert_parallelism``.
 
     Raises:
         ValueError: lists everything by name.
     """
-    _refuse("deepspeed.initialize", list(_of_model(model, training=True, tp=tp)))
+    _refuse("deepspeed.initialize", list(_of_model(model, training=True, tp=tp, strided=strided)))
 
 
 def check_inference(config: Any, model: nn.Module) -> None:
@@ -92,7 +97,7 @@ def check_inference(config: Any, model: nn.Module) -> None:
         lines.append("checkpoint: weights that arrive while layers are replaced; load them into the model before init_inference would work")
     if any(type(module).__name__ == "MoE" for module in model.modules()):
         lines.append("MoE layers in init_inference: their groups are built differently there; deepspeed.initialize and engine.eval() would work")
-    _refuse("deepspeed.init_inference", lines + list(_of_model(model, training=False, tp=1)))
+    _refuse("deepspeed.init_inference", lines + list(_of_model(model, training=False, tp=1, strided=False)))
 
 
 def check_layers(model: nn.Module) -> None:
@@ -169,14 +174,13 @@ def _of_client_optimizer(optimizer: Any) -> Iterator[str]:
         )
 
 
-def _of_model(model: nn.Module, *, training: bool, tp: int) -> Iterator[str]:
+def _of_model(model: nn.Module, *, training: bool, tp: int, strided: bool) -> Iterator[str]:
     from deepspeed.moe.layer import MoE
 
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            yield from (f"{name or 'MoE'}: {line}" for line in _of_moe(module))
-            if tp > 1:
-                yield f"{name or 'MoE'}: MoE under tensor parallelism (size {tp}) moves shares of the tokens; tensor parallel size 1 would work"
+            lines = _of_moe(module) + (_of_moe_under(module, tp, strided) if tp > 1 else [])
+            yield from (f"{name or 'MoE'}: {line}" for line in lines)
         if training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             yield f"{name}: dropout {module.p}: its random numbers depend on the rank; 0.0 would work"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -194,6 +198,38 @@ def _of_moe(module: Any) -> list[str]:
         lines.append("use_tutel=True: Tutel adds in its own order; False would work")
     if module.use_residual:
         lines.append("use_residual=True: the residual's mixing is DeepSpeed's own; False would work")
+    return lines
+
+
+def _of_moe_under(module: Any, tp: int, strided: bool) -> list[str]:
+    """Before its groups are made, and after AutoTP has replaced layers."""
+    from deepspeed.module_inject.layers import LinearLayer, TensorParallel_Layer
+
+    lines, layer = [], module.deepspeed_moe
+    if strided:
+        lines.append("use_data_before_expert_parallelism under tensor parallelism: ranks with the same tokens would be in other groups; false would work")
+    if isinstance(layer.gate.wg, TensorParallel_Layer):
+        lines.append("AutoTP cut the router (gate.wg): it scores a whole token; a tensor_parallel.partition_config that leaves it out would work")
+    summed = [name for name, one in layer.experts.named_parameters() if getattr(one, OVER_TENSOR, False)]
+    if summed:
+        lines.append(f"grad_allreduce on an expert's {summed[0]}: a norm inside an expert sees its whole width only where nobody cuts it; leave it out")
     if module.enable_expert_tensor_parallelism:
-        lines.append("enable_expert_tensor_parallelism=True is not covered; False would work")
+        odd = [(name, len(part.weight)) for name, part in layer.experts.named_modules() if isinstance(part, LinearLayer) and len(part.weight) % WIDE]
+        if odd:
+            lines.append(
+                f"AutoTP cut an expert's {odd[0][0]} to {odd[0][1]} outputs: torch's elementwise functions end a tensor in other instructions, and where "
+                f"that is would depend on the cut; multiples of {WIDE} on each rank would work, or whole experts"
+            )
+        return lines
+    if module.ep_size % tp and module.ep_size > 1:
+        lines.append(
+            f"ep_size={module.ep_size} under tensor parallelism of {tp}: an expert-parallel group would hold some of the ranks with the same tokens, not all; "
+            f"1 or a multiple of {tp} would work, or enable_expert_tensor_parallelism=True with experts that are cut"
+        )
+    cut = [name for name, part in layer.experts.named_modules() if isinstance(part, TensorParallel_Layer)]
+    if cut:
+        lines.append(
+            f"AutoTP cut the experts ({cut[0]}), whose ranks see other tokens: enable_expert_tensor_parallelism=True would work, or a "
+            "tensor_parallel.partition_config that leaves experts out"
+        )
     return lines

@@ -30,17 +30,18 @@ class Place:
 
     ``micro_batches``: the ranks that saw other micro-batches and hold the same elements. ``shards``: those that hold other elements of the same
     tensor; ``None`` where this rank holds all of them. ``copied``: a rank before this one in tensor parallelism has the same, from the same
-    micro-batches.
+    micro-batches. ``held``: the ranks over which ZeRO cuts it, where those are more than ``micro_batches``.
     """
 
     micro_batches: Any
     shards: Any = None
     copied: bool = False
+    held: Any = None
 
     @property
     def counts(self) -> bool:
         """Whether this rank, of all that hold these elements, counts them in the norm."""
-        return not self.copied and rank(self.micro_batches) == 0
+        return not self.copied and rank(self.held or self.micro_batches) == 0
 
 
 class ParameterSum:
