@@ -107,7 +107,7 @@ test-ascend: $(ASCEND_DONE)  ## NPU calls against torch_npu's wheel, and our ker
 	@$(IN_ASCEND) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_ASCEND) python -m tio_megatron.kernels.build
 	$(IN_ASCEND) python -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning tests/npu $(ARGS)
 
-test-deepspeed: $(DEEPSPEED_DONE)  ## DeepSpeed 0.19.8 on its CPU accelerator under the contract, in an environment of its own (.venv-deepspeed); about 8 minutes
+test-deepspeed: $(DEEPSPEED_DONE)  ## DeepSpeed 0.19.8 on its CPU accelerator under the contract, in an environment of its own (.venv-deepspeed); about 8 minutes with ARGS="-m 'not full'", more without
 	@$(IN_DEEPSPEED) python -c "import tio_megatron.kernels.library" 2>/dev/null || $(IN_DEEPSPEED) python -m tio_megatron.kernels.build
 	$(IN_DEEPSPEED) python -m pytest tests/integrations/deepspeed $(ARGS)
 
