@@ -1,9 +1,11 @@
 """Imports what verl writes to ``trainer.rollout_data_dir``: ``<step>.jsonl``, one JSON object per sample.
 
 verl itself writes ``input`` and ``output`` as text, ``gts``, ``score``, ``step``, and what the reward function returned. Where that includes token
-ids and log-probabilities under verl's own names (``prompts``, ``responses``, ``response_mask``, ``rollout_log_probs``), a line is imported with the
-tokens that were sampled. Otherwise a tokenizer must be given: the text is encoded again, which need not give the sampled tokens; such a batch says
-so in its ``source`` and holds no log-probabilities, so it cannot be taken for a recording.
+ids and log-probabilities under verl's own names, a line is imported with the tokens that were sampled. verl's tensors ``prompts`` and ``responses``
+are padded, on the left and on the right, and only its masks (``attention_mask`` over both, ``response_mask``) know which ids are tokens: without
+them a line is refused. The lists ``prompt_ids`` and ``response_ids`` of its agent loop are not padded, and are taken as they are. Otherwise a
+tokenizer must be given: the text is encoded again, which need not give the sampled tokens; such a batch says so in its ``source`` and holds no
+log-probabilities, so it cannot be taken for a recording.
 """
 
 from __future__ import annotations
@@ -98,12 +100,7 @@ def _row(entry: dict[str, Any], encode: Encode | None, field: str | None, where:
     if response is not None:
         if prompt is None:
             raise StoreError(f"{where}: token ids of the response but not of the prompt; one of {', '.join(_PROMPTS)} is needed beside them")
-        mask = _ids(entry, ("response_mask",), where)
-        if mask is not None:  # verl pads responses on the right; a hole would be a tool's answer, which was not sampled
-            used = sum(mask)
-            if len(mask) != len(response) or mask != [1] * used + [0] * (len(mask) - used):
-                raise StoreError(f"{where}: 'response_mask' of {len(mask)} for {len(response)} tokens must be ones and then zeros")
-            response, values = response[:used], values if values is None else values[:used]
+        prompt, response, values = _unpadded(entry, prompt, response, values, where)
     else:
         if values is not None:
             raise StoreError(f"{where}: log-probabilities without token ids; one of {', '.join(_RESPONSES)} is needed beside them")
@@ -122,6 +119,41 @@ def _row(entry: dict[str, Any], encode: Encode | None, field: str | None, where:
     return {"prompt": prompt, "response": response, "logprobs": values, "reward": reward, "step": step, "again": again}
 
 
+def _unpadded(
+    entry: dict[str, Any], prompt: list[int], response: list[int], values: list[float] | None, where: str
+) -> tuple[list[int], list[int], list[float] | None]:
+    """Without the padding in front of the prompt and behind the response, which the masks tell; no id does, since padding may be a token's."""
+    attended, sampled = (_ids(entry, (name,), where) for name in ("attention_mask", "response_mask"))
+    if attended is not None:
+        if len(attended) != len(prompt) + len(response):
+            raise StoreError(f"{where}: 'attention_mask' of {len(attended)} for {len(prompt)} + {len(response)} tokens of prompt and response")
+        of_prompt, of_response = attended[: len(prompt)], attended[len(prompt) :]
+        left = len(of_prompt) - sum(of_prompt)
+        if of_prompt != [0] * left + [1] * (len(of_prompt) - left):
+            raise StoreError(f"{where}: 'attention_mask' over the prompt must be zeros and then ones, as verl pads prompts")
+        if sampled is not None and sampled != of_response:
+            raise StoreError(f"{where}: 'attention_mask' and 'response_mask' differ over the response: tokens that were not sampled, as a tool's answer")
+        prompt, sampled = prompt[left:], of_response
+    elif _name(entry, _PROMPTS) == "prompts":
+        raise StoreError(
+            f"{where}: 'prompts' without 'attention_mask', which tells padding from tokens (verl pads prompts on the left); "
+            "give the mask, or unpadded ids as 'prompt_ids'"
+        )
+    if sampled is not None:  # a hole would be a tool's answer, which was not sampled
+        used = sum(sampled)
+        if len(sampled) != len(response) or sampled != [1] * used + [0] * (len(sampled) - used):
+            raise StoreError(f"{where}: the mask of {len(sampled)} for {len(response)} tokens of the response must be ones and then zeros")
+        if values is not None and len(values) == len(response):
+            values = values[:used]
+        response = response[:used]
+    elif _name(entry, _RESPONSES) == "responses":
+        raise StoreError(
+            f"{where}: 'responses' without 'response_mask' or 'attention_mask', which tell padding from tokens (verl pads responses on the right); "
+            "give a mask, or unpadded ids as 'response_ids'"
+        )
+    return prompt, response, values
+
+
 def _again(entry: dict[str, Any], encode: Encode, where: str) -> tuple[list[int], list[int]]:
     texts = [entry.get(name) for name in ("input", "output")]
     if not all(isinstance(text, str) for text in texts):
@@ -130,8 +162,12 @@ def _again(entry: dict[str, Any], encode: Encode, where: str) -> tuple[list[int]
     return prompt, response
 
 
+def _name(entry: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in entry), None)
+
+
 def _ids(entry: dict[str, Any], names: tuple[str, ...], where: str) -> list[int] | None:
-    name = next((name for name in names if name in entry), None)
+    name = _name(entry, names)
     if name is None:
         return None
     values = entry[name]
@@ -141,7 +177,7 @@ def _ids(entry: dict[str, Any], names: tuple[str, ...], where: str) -> list[int]
 
 
 def _numbers(entry: dict[str, Any], names: tuple[str, ...], where: str) -> list[float] | None:
-    name = next((name for name in names if name in entry), None)
+    name = _name(entry, names)
     if name is None:
         return None
     values = entry[name]
