@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,6 +79,16 @@ distributed_backend: gloo
 """What MODEL and RUN say, as a file for ``--yaml-cfg``, and a layout."""
 
 
+PAGE = ROOT / "docs" / "megatron-lm.md"
+
+
+def printed() -> list[str]:
+    """The arguments of the command that the page prints, as they stand there: for two ranks, and with a layout."""
+    start = "torchrun --nproc-per-node 2 -m tio_megatron.run pretrain_gpt.py "
+    (block,) = (block for block in PAGE.read_text().split("```") if block.strip().startswith(start))
+    return shlex.split(block.replace("\\\n", " ").strip().removeprefix(start))
+
+
 def run(
     folder: Path,
     layout: str,
@@ -85,6 +97,7 @@ def run(
     starter: bool = True,
     variables: dict[str, str] | None = None,
     yaml_cfg: Path | None = None,
+    said: Sequence[str] | None = None,
 ) -> str:
     """What the script prints (both streams) in that layout; the last line is its status.
 
@@ -93,6 +106,7 @@ def run(
         more: arguments after those of the model and of the layout.
         starter: by ``tio_megatron.run``; else the script itself is started.
         yaml_cfg: a file that says what the model, the run and the layout are, in place of arguments.
+        said: arguments that say all that, in place of ours; ``layout`` tells the number of ranks alone.
     """
     ranks = ranks_of(layout)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "TIO_CONTRACT", "TIO_MEGATRON")}
@@ -104,7 +118,8 @@ def run(
     elif "--help" not in more:
         # What torchrun would set for one rank, without the time it takes to start.
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    said = [*MODEL, *RUN, *CPU, *LAYOUTS[layout]] if yaml_cfg is None else ["--yaml-cfg", str(yaml_cfg), *CPU[2:]]
+    if said is None:
+        said = [*MODEL, *RUN, *CPU, *LAYOUTS[layout]] if yaml_cfg is None else ["--yaml-cfg", str(yaml_cfg), *CPU[2:]]
     done = subprocess.run([sys.executable, *started, *said, *more], capture_output=True, text=True, env=environment, timeout=400)
     return f"{done.stdout}\n{done.stderr}\nstatus {done.returncode}"
 
@@ -124,11 +139,18 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    folder: Path, out: Path, layout: str, *more: str, load: Path | None = None, iters: int = 3, yaml_cfg: Path | None = None
+    folder: Path,
+    out: Path,
+    layout: str,
+    *more: str,
+    load: Path | None = None,
+    iters: int = 3,
+    yaml_cfg: Path | None = None,
+    said: Sequence[str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The weights after a few steps in that layout, and what the steps report: losses (where they are printed) and norms."""
     start = [] if load is None else ["--load", str(load), "--finetune", "--no-load-rng"]
-    text = run(folder, layout, "--train-iters", str(iters), "--save", str(out), "--save-interval", str(iters), *start, *more, yaml_cfg=yaml_cfg)
+    text = run(folder, layout, "--train-iters", str(iters), "--save", str(out), "--save-interval", str(iters), *start, *more, yaml_cfg=yaml_cfg, said=said)
     assert text.endswith("status 0"), text[-4000:]
     # Ranks print into one stream, sometimes behind each other's lines.
     return saved(out), re.findall(r"\| ((?:lm loss|grad norm): \S+)", text)

@@ -62,6 +62,19 @@ def test_the_same_weights_in_every_layout(which, layout):
 
 
 @pytest.mark.parametrize("which", ["stand-in", pytest.param("sources", marks=[real])], indirect=True)
+def test_the_printed_command_starts_every_layout_from_the_same_random_weights(which, tmp_path):
+    """As it stands in docs/megatron-lm.md, and without its layout: no checkpoint to start from, and the bytes of one rank."""
+    said, layout = runs.printed(), runs.LAYOUTS["TP 2 EP 2"]
+    assert said[: len(layout)] == layout
+    weights, steps = runs.trained(which.folder, tmp_path / "two", "TP 2 EP 2", said=said)
+    expected, theirs = runs.trained(which.folder, tmp_path / "one", "TP 1", said=said[len(layout) :])
+    assert_same_bytes(weights, expected, "three steps from random weights")
+    assert steps and steps == theirs
+    _, seeded = runs.trained(which.folder, tmp_path / "other", "TP 1", "--seed", "8", said=said[len(layout) :], iters=1)
+    assert seeded[0] != steps[0], "control: other random weights have another first step"
+
+
+@pytest.mark.parametrize("which", ["stand-in", pytest.param("sources", marks=[real])], indirect=True)
 def test_control_the_stock_packages_differ(which):
     weights, _ = which.trained("TP 2", "stock")
     expected, _ = which.trained("TP 1", "stock")

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from tio_megatron.integrations.megatron import groups, state
 from tio_megatron.integrations.megatron.extra_state import KeepsExtraState
+from tio_megatron.integrations.megatron.random_weights import among_all_experts, whole
 from tio_megatron.layers.experts import ExpertMLP, RowLabels
 
 
@@ -71,8 +72,11 @@ class OrderedSequentialMLP(SequentialMLP):
     """``SequentialMLP``: its modules hold the weights, one grouped product computes all of them."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, **more: Any) -> None:
-        super().__init__(num_local_experts, config, submodules, **more)
         held = groups.given(more)
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        draws = (config.init_method, (2 * width, hidden)), (config.output_layer_init_method, (hidden, width))
+        with among_all_experts(config, num_local_experts, held.ep, *draws):
+            super().__init__(num_local_experts, config, submodules, **more)
         self.ep_group, self.tp_group = held.ep, held.expt_tp
         _tag(list(self.parameters()))
 
@@ -98,6 +102,7 @@ class _ExpertWeights(KeepsExtraState, MegatronModule):
         stride: int,
         init_method: Callable[[torch.Tensor], Any],
         config: TransformerConfig,
+        ep: ProcessGroup,
         group: ProcessGroup,
     ) -> None:
         super().__init__(config)
@@ -106,15 +111,15 @@ class _ExpertWeights(KeepsExtraState, MegatronModule):
             raise ValueError(f"experts: an axis of {shape[axis]} does not divide by {group.size()} expert-tensor-parallel ranks")
         shape[axis] //= group.size()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        for i in range(count):
-            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            if config.perform_initialization and config.use_cpu_initialization:
-                _initialize_affine_weight_cpu(
-                    weight, out, inside, shape[axis], axis, init_method, stride, params_dtype=config.params_dtype, rank=group.rank(), world_size=group.size()
-                )
-            elif config.perform_initialization:
-                _initialize_affine_weight_gpu(weight, init_method, axis, stride=stride, is_expert=True)
-            setattr(self, f"weight{i}", weight)
+        with among_all_experts(config, count, ep, (init_method, (out, inside))):
+            for i in range(count):
+                weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+                if whole(config):
+                    place = {"params_dtype": config.params_dtype, "rank": group.rank(), "world_size": group.size()}
+                    _initialize_affine_weight_cpu(weight, out, inside, shape[axis], axis, init_method, stride, **place)
+                elif config.perform_initialization:
+                    _initialize_affine_weight_gpu(weight, init_method, axis, stride=stride, is_expert=True)
+                setattr(self, f"weight{i}", weight)
 
     def weights(self) -> list[Parameter]:
         """One for each local expert."""
@@ -131,8 +136,8 @@ class OrderedGroupedMLP(MegatronModule):
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = held.ep, held.expt_tp, held.expt_dp
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
-        self.linear_fc1 = _ExpertWeights(num_local_experts, 2 * width, hidden, 0, 2, config.init_method, config, self.tp_group)
-        self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.tp_group)
+        self.linear_fc1 = _ExpertWeights(num_local_experts, 2 * width, hidden, 0, 2, config.init_method, config, self.ep_group, self.tp_group)
+        self.linear_fc2 = _ExpertWeights(num_local_experts, hidden, width, 1, 1, config.output_layer_init_method, config, self.ep_group, self.tp_group)
         _tag(list(self.parameters()))
 
     def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: Any) -> tuple[torch.Tensor, None]:

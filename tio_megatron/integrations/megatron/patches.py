@@ -84,11 +84,14 @@ def build_ordered(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from tio_megatron.integrations.megatron import build
+        from tio_megatron.integrations.megatron.random_weights import true_rows
 
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         build.prepare(bound.arguments)
-        original(*bound.args, **bound.kwargs)
+        rows = bound.arguments["vocab_size"]
+        with true_rows(bound.arguments["config"], rows, build.true_vocab(rows)):
+            original(*bound.args, **bound.kwargs)
         build.finish(self, bound.arguments)
 
     return __init__
