@@ -24,10 +24,18 @@ exec "$python" "$here/qwen3_moe.sh" "$@"
 
 '''
 
+from __future__ import annotations
+
 import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
+
+    from examples.qwen3_moe.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ("rl", "consistency")
@@ -40,12 +48,6 @@ def start_torchrun(argv: list[str]) -> int:
     What can be known to be wrong is said before any rank is started. Of ranks that fail, the first one's line and exit status are the job's;
     torchrun's own account of it is left out, and its status would be 1 for everything.
     """
-    import logging
-    import signal
-    import tempfile
-    import time
-    from datetime import timedelta
-
     from examples.qwen3_moe import ending
 
     ending.listen(True)  # until torchrun does: imports take seconds
@@ -86,20 +88,37 @@ def start_torchrun(argv: list[str]) -> int:
     if count != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    from examples.qwen3_moe import arrival
+
+    return arrival.leave(run_torchrun(place, server, [*together, "--log-dir"], ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]))
+
+
+def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str], ranks: list[str]) -> int:
+    """torchrun in this process, with the other hosts; ``together``: its options up to ``--log-dir``, ``ranks``: those behind the folder.
+
+    Returns:
+        The job's exit status.
+    """
+    import logging
+    import signal
+    import tempfile
+    import time
+    from datetime import timedelta
+
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from examples.qwen3_moe import folders, starts
+    from examples.qwen3_moe import arrival, ending, folders, starts
 
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
     starts.bind_torchruns_stores()
+    too_many = arrival.limit_redundant_hosts()
     if place.many:
         starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)
-    ranks = ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]
     folders.remove_left_behind(Path(tempfile.gettempdir()), "tio-torchrun-")  # of starts that were killed, not of those that run
     with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder, folders.held(Path(folder)):
         if place.many and not place.restarts:
@@ -108,7 +127,9 @@ def start_torchrun(argv: list[str]) -> int:
         try:
             if server is not None:
                 starts.keep(starts.store_at(place.address, server, timedelta(seconds=place.seconds)))
-            torchrun([*together, "--log-dir", folder, *ranks])
+            if place.many:
+                arrival.come(place)
+            torchrun([*together, folder, *ranks])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             said = ending.said_below(Path(folder))
@@ -123,14 +144,17 @@ def start_torchrun(argv: list[str]) -> int:
             if ending.said_below(Path(folder)) == 128 + stopped.sigval:
                 return 128 + stopped.sigval
             return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
+        except arrival.Refused as problem:
+            return ending.refuse(problem)
         except (RendezvousError, DistError) as problem:
-            cause = problem.__cause__ or problem.__context__ or problem
-            why = (str(cause).splitlines() or [type(cause).__name__])[0]
+            if too_many():
+                return ending.say(f"error: {arrival.too_many(place)}", 2)
+            why, status = arrival.why(place, problem)
             if ending.started_below(Path(folder)):
                 gone = f"torchrun's store at {place.address}:{place.port} is lost, without which ranks cannot be started again; has the first host ended?"
                 return ending.say(f"error: {gone} ({why})", 1)
-            waited = f"; waited {time.monotonic() - began:.0f} of {place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS)" if place.many else ""
-            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", 2)
+            waited = f"; waited {time.monotonic() - began:.0f} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS={place.seconds})" if place.many else ""
+            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", status)
     return 0
 
 

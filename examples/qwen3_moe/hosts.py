@@ -26,8 +26,8 @@ SLURM_PORTS = range(20000, 30000)
 class Hosts:
     """``count`` hosts, of which this is number ``rank``; ranks meet at ``address``:``port``, which is on the first, within ``seconds``.
 
-    ``restarts``: how often torchrun starts all ranks again when one has failed. ``address_by``, ``port_by``: the variables that a person looks at when
-    address or port are wrong.
+    ``restarts``: how often torchrun starts all ranks again when one has failed. ``address_by``, ``port_by``, ``rank_by``: the variables that a person
+    looks at when address, port or number are wrong.
     """
 
     count: int = 1
@@ -38,6 +38,7 @@ class Hosts:
     restarts: int = 0
     address_by: str = field(default="MASTER_ADDR", repr=False)
     port_by: str = field(default="MASTER_PORT", repr=False)
+    rank_by: str = field(default="NODE_RANK", repr=False)
 
     def listen(self) -> tuple[Hosts, socket.socket | None]:
         """On the first host a port for torchrun's store, which would else listen on every interface; a free one where none is named.
@@ -131,7 +132,7 @@ def from_environment(environ: Mapping[str, str]) -> Hosts:
     port = SLURM_PORTS[int(re.sub(r"[^0-9]", "", environ["SLURM_JOB_ID"])[-18:] or 0) % len(SLURM_PORTS)] if slurm else None
     meet, port_by = _number(environ, "MASTER_PORT", None, least=1, default=port, most=65535)
     seconds, _ = _number(environ, "TIO_RENDEZVOUS_SECONDS", None, least=1, default=600)
-    return Hosts(count, rank, address, meet, seconds, restarts, address_by, port_by if port_by else "the port chosen by SLURM_JOB_ID,")
+    return Hosts(count, rank, address, meet, seconds, restarts, address_by, port_by or "the port chosen by SLURM_JOB_ID,", rank_by)
 
 
 def first_host(nodes: str) -> str:

@@ -1,0 +1,193 @@
+"""A host comes to the run: it shows its number in the store of torchrun's rendezvous before torchrun itself goes there.
+
+torchrun does not know the number. Where two hosts have the same one, those that come first run, and torchrun lets the last wait in silence, beyond every
+limit (``_RendezvousJoinOp`` of torch 2.13 looks at its list of redundant nodes before it looks at the time). So each host that lives beats in the store
+under its number, and who finds that number beating is refused. A host whose predecessor beats no more takes its place: that is an elastic restart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.qwen3_moe import ending
+from examples.qwen3_moe.hosts import Hosts
+from tio_megatron.collectives import store_line
+
+_BEAT = 0.5
+_SILENT = 8.0
+"""Seconds without a beat after which a host is taken for gone: its machine may be busy."""
+_COUNT, _HOLDS = "tio_megatron/hosts", "tio_megatron/host/{rank}"
+
+
+_here: list[Arrival] = []
+
+
+class Refused(ValueError):
+    """This host cannot take part; in one line."""
+
+
+class Arrival:
+    """This host's place in the run, from when it is taken until :meth:`stop`."""
+
+    def __init__(self, place: Hosts) -> None:
+        """Waits for the first host's store, and takes the number.
+
+        Raises:
+            Refused: the store does not come within the limit, another host has this number, or hosts do not agree on how many they are.
+            DistError: the store is lost meanwhile.
+        """
+        self._place, self._ended = place, threading.Event()
+        _find(place)
+        self._store = dist.TCPStore(place.address, place.port, None, False, timedelta(seconds=place.seconds), wait_for_workers=False)
+        store_line.limit(place.port, max(place.seconds, ending.STORE_SECONDS))
+        self._beats = f"tio_megatron/beats/{uuid.uuid4().hex}"
+        self._agree()
+        self._store.add(self._beats, 1)
+        self._take()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="this host's number")
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """End the beating. Returns: whether it has ended; it waits for a store that says nothing else."""
+        self._ended.set()
+        self._thread.join(2.0)
+        return not self._thread.is_alive()
+
+    def absent(self) -> list[int]:
+        """The numbers that no host has taken yet."""
+        return [rank for rank in range(self._place.count) if not self._store.check([_HOLDS.format(rank=rank)])]
+
+    def _agree(self) -> None:
+        count = str(self._place.count)
+        found = self._store.compare_set(_COUNT, "", count).decode()
+        if found != count:
+            raise Refused(f"NNODES is {count} here and {found} on the hosts that have come to {self._place.address}:{self._place.port}; give all the same")
+
+    def _take(self) -> None:
+        """Raises: Refused: somebody has the number, and lives."""
+        key = _HOLDS.format(rank=self._place.rank)
+        held = self._store.compare_set(key, "", self._beats).decode()
+        while held != self._beats:
+            if self._moves(held):
+                raise Refused(too_many(self._place))
+            held = self._store.compare_set(key, held, self._beats).decode()
+
+    def _moves(self, beats: str) -> bool:
+        before, deadline = self._store.add(beats, 0), time.monotonic() + min(_SILENT, self._place.seconds)
+        while time.monotonic() < deadline:
+            time.sleep(_BEAT / 2)
+            if self._store.add(beats, 0) != before:
+                return True
+        return False
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT):
+            try:
+                self._store.add(self._beats, 1)
+            except (dist.DistError, RuntimeError):  # the store is lost: torchrun and the ranks notice themselves
+                return
+
+
+def come(place: Hosts) -> None:
+    """Take this host's place; :func:`leave` ends it. Raises: as :class:`Arrival` does."""
+    _here.append(Arrival(place))
+
+
+def leave(status: int) -> int:
+    """To be called when torchrun has ended. Where the beating cannot be ended, since the store says nothing, the process is.
+
+    Returns:
+        ``status``.
+    """
+    if _here and not _here.pop().stop():  # it is inside torch: an interpreter that is taken down below it would crash
+        ending.leave(status)
+    return status
+
+
+def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
+    """What keeps torchrun from bringing the hosts together, in words of ours, and the exit status: 2 where the input may be wrong, 1 where a host that had
+    come is lost. torch's own words name addresses that nobody has given (10.77.0.0 for 10.77.0.1)."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+    cause = problem.__cause__ or problem.__context__ or problem
+    said = (str(cause).splitlines() or [type(cause).__name__])[0]
+    if number := re.search(r"errno: (\d+)", said):
+        said = f"{place.address}:{place.port}: {os.strerror(int(number[1]))}"
+    elif "imed out" in said or "timeout" in said:
+        said = f"{place.address}:{place.port} does not answer"
+    if not _here:
+        return said, 2
+    if isinstance(problem, RendezvousTimeoutError):
+        try:
+            absent = _here[0].absent()
+        except (dist.DistError, RuntimeError):
+            return f"the store at {place.address}:{place.port} is lost: is the network of the first host up?", 1
+        if absent:
+            return f"{place.count - len(absent)} of {place.count} hosts have come, missing: {place.rank_by} {', '.join(map(str, absent))}", 2
+        return f"all {place.count} hosts have come, and not all of them stayed: see what the others say", 1
+    if isinstance(problem, RendezvousConnectionError | dist.DistNetworkError) or isinstance(cause, dist.DistNetworkError):
+        return f"a host that had come is lost ({said}): is its network up?", 1
+    return said, 2
+
+
+def too_many(place: Hosts) -> str:
+    """What is said to a host that is one too many."""
+    return (
+        f"this run at {place.address}:{place.port} already has its host number {place.rank} of {place.count}: "
+        f"is {place.rank_by} {place.rank} given twice, or does a run from before go on there?"
+    )
+
+
+def limit_redundant_hosts() -> Callable[[], bool]:
+    """From now on a torchrun in this process that is one too many waits no longer than it was told to. Wraps ``_RendezvousJoinOp`` of torch 2.13.
+
+    Returns:
+        Whether that has happened.
+
+    Raises:
+        RuntimeError: torch has no such class.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    join, action = getattr(dynamic_rendezvous, "_RendezvousJoinOp", None), getattr(dynamic_rendezvous, "_Action", None)
+    if join is None or not hasattr(action, "ERROR_TIMEOUT"):
+        raise RuntimeError(f"torch {torch.__version__}: dynamic_rendezvous has no _RendezvousJoinOp; 2.13.0 has, and would let a host too many wait for ever")
+    stock, found = join.__call__, threading.Event()
+
+    def limited(self: Any, context: Any, deadline: float) -> Any:
+        if not context.state.closed and context.node in context.state.redundancy_list and time.monotonic() > deadline:
+            found.set()
+            return action.ERROR_TIMEOUT
+        return stock(self, context, deadline)
+
+    join.__call__ = limited
+    return found.is_set
+
+
+def _find(place: Hosts) -> None:
+    """Wait for the port of the first host; torch itself would name addresses that nobody has, and wait longer than it is told."""
+    began = time.monotonic()
+    while True:
+        left = began + place.seconds - time.monotonic()
+        try:
+            socket.create_connection((place.address, place.port), timeout=max(0.1, min(5.0, left))).close()
+            return
+        except OSError as error:
+            if time.monotonic() - began >= place.seconds - 0.2:
+                why = error.strerror or ("no answer" if isinstance(error, TimeoutError) else str(error))
+                raise Refused(
+                    f"torchrun cannot bring the ranks together over {place.address}: the first host does not answer at port {place.port} ({why}); waited "
+                    f"{place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS); is it started, and are MASTER_ADDR and MASTER_PORT the same there?"
+                ) from error
+        time.sleep(min(0.2, max(0.0, left)))
