@@ -22,9 +22,10 @@ def doctor(
     trainer: Annotated[str | None, typer.Option(help=f"Megatron's layout and options. {LAYOUT}")] = None,
     rollout: Annotated[str | None, typer.Option(help="vLLM's, in the same ways (words: tp2+ep).")] = None,
     contract: Annotated[
-        str | None, typer.Option(help="The contract both sides load, as TIO_CONTRACT takes it (default: the smallest that serves both).")
+        str | None,
+        typer.Option(help="The contract both sides load, as TIO_CONTRACT takes it (default: that of TIO_CONTRACT here, else the smallest that serves both)."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or npu: whose environment variables to look at.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu: where it will run; whose environment variables, kernels and options to look at.")] = "cpu",
     stock: Annotated[bool, typer.Option("--stock", help="Look at stock packages, without the contract.")] = False,
     score_only: Annotated[bool, typer.Option("--score-only", help="The trainer computes no gradients.")] = False,
     module: Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Import this first, as the run does; may be repeated.")] = None,

@@ -23,6 +23,7 @@ def plan(
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the trainer.")] = 4096,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of one data-parallel rank in a step.")] = 1,
     requests: Annotated[int, typer.Option(help="Requests that decode together, one token each a step.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu: whose kernels the contract is for.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Write the contract there: TIO_CONTRACT of both sides.")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -34,14 +35,16 @@ def plan(
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
         from tio_megatron.verify import costs
-        from tio_megatron.verify.doctor import fit, settings, shape_of
+        from tio_megatron.verify.doctor import families, fit, settings, shape_of
         from tio_megatron.verify.picture import write_whole
 
         if min(tokens, requests, micro_batches) < 1:
             raise ValueError(f"--tokens, --requests and --micro-batches must be at least 1, got {tokens}, {requests} and {micro_batches}")
+        if device not in ("cpu", "cuda", "npu"):
+            raise ValueError(f"--device {device}: cpu, cuda or npu")
         shape, left, right = shape_of(model), settings.trainer(trainer), settings.rollout(rollout)
         train, serve = left.layout.layout, right.layout.layout
-        found = fit(shape, train, serve)
+        found = fit(shape, train, serve, family=families.of_device(device))
         bad = [finding for finding in found.findings if finding.level == "bad"]
         if bad:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 
 from tio_megatron.kernels.npu import lowered
 
@@ -21,7 +22,16 @@ def route() -> str:
     Raises:
         ValueError: another name.
     """
-    name = os.environ.get("TIO_NPU_ATTENTION", "") or ROUTES[0]
+    return asked(os.environ)
+
+
+def asked(environ: Mapping[str, str]) -> str:
+    """The route that ``environ`` asks for.
+
+    Raises:
+        ValueError: another name.
+    """
+    name = environ.get("TIO_NPU_ATTENTION", "") or ROUTES[0]
     if name not in ROUTES:
         raise ValueError(f"{VARIABLE}={name!r}: the attention of an NPU is one of {', '.join(ROUTES)}")
     return name

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tio_megatron.contract import Contract
-from tio_megatron.contract.environment import read
-from tio_megatron.verify.doctor import between, coverage, fits, options, settings, sources, stock, switches, symbols, versions
+from tio_megatron.contract.environment import VARIABLE, from_environment, read
+from tio_megatron.verify.doctor import between, coverage, families, fits, on_npu, options, settings, sources, stock, switches, symbols, versions
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
 from tio_megatron.verify.doctor.models import model_of, shape_of
@@ -42,7 +43,8 @@ def examine(
         model: as :func:`.models.shape_of` takes it; needed with the layouts.
         trainer: words (``tp2+ep2``), Megatron arguments or a file of them; see :mod:`.settings`.
         rollout: the same of the rollout engine.
-        contract: the one both sides will load (:func:`tio_megatron.contract.environment.read`); the smallest that serves both by default.
+        contract: the one both sides will load (:func:`tio_megatron.contract.environment.read`); by default that of ``TIO_CONTRACT`` here, or else
+            the smallest that serves both, of the device's family.
         device: ``cpu``, ``cuda`` or ``npu``.
         plugged: under the contract; False looks at stock packages.
         training: the trainer computes gradients too.
@@ -51,7 +53,10 @@ def examine(
     Raises:
         ValueError: input that cannot be read, or only one of two things that need each other.
     """
-    found: list[Finding] = [*versions.check(), *switches.check(device, plugged=plugged), *symbols.check(modules)]
+    found: list[Finding] = [*versions.check(device=device if plugged else "cpu"), *switches.check(device, plugged=plugged), *symbols.check(modules)]
+    held, source = _contract(contract, plugged)
+    if held is not None and plugged:
+        found += families.check(held, device, source)
     given = [name for name, value in (("--model", model), ("--trainer", trainer), ("--rollout", rollout)) if value is None]
     if len(given) == 3:
         return Examined(tuple(found))
@@ -59,16 +64,25 @@ def examine(
         raise ValueError(f"{' and '.join(given)}: missing; a model, a trainer and a rollout are looked at together")
     known = model_of(model)
     left, right = settings.trainer(trainer), settings.rollout(rollout)
-    held: Contract | None = None if contract is None else read(contract).contract
-    result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training)
+    result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=families.of_device(device))
     if plugged:
         found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype), *_engine(device)]
+        if device == "npu":
+            found += on_npu.rollout(right.running, known.dtype, os.environ)
     else:
         found += stock.check(left.running, right.running)
     judged = {_option(finding.what) for finding in found}
     found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
-    found += [*sources.check(left.running, right.running, model), *coverage.check(left.running, right.running), *result.findings]
+    found += [*sources.check(left.running, right.running, model), *coverage.check(left.running, right.running, device if plugged else "cpu"), *result.findings]
     return Examined(tuple(found), result)
+
+
+def _contract(given: str | None, plugged: bool) -> tuple[Contract | None, str]:
+    """The contract that is named, and by whom; None where nobody names one."""
+    if given is not None:
+        return read(given).contract, "--contract"
+    found = from_environment() if plugged else None
+    return (None, "") if found is None else (found.contract, VARIABLE)
 
 
 def _option(what: str) -> str:

@@ -43,10 +43,10 @@ _HARMLESS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for names in megat
 _HEARD = frozenset({*defaults.MEGATRON_ARGUMENTS, *defaults.TRANSFORMER_CONFIG, *defaults.VERL_TRAINER, *COMPARED, *FUNCTION})
 
 
-def check(trainer: Running, rollout: Running) -> Iterator[Finding]:
-    """Both sides' options that no check has judged."""
+def check(trainer: Running, rollout: Running, device: str = "cpu") -> Iterator[Finding]:
+    """Both sides' options that no check has judged on ``device``."""
     yield from of_trainer(trainer)
-    yield from of_rollout(rollout)
+    yield from of_rollout(rollout, device)
     yield from _verls(trainer, rollout)
 
 
@@ -75,7 +75,7 @@ def of_trainer(run: Running) -> Iterator[Finding]:
         )
 
 
-def of_rollout(run: Running) -> Iterator[Finding]:
+def of_rollout(run: Running, device: str = "cpu") -> Iterator[Finding]:
     """Of vLLM's arguments, or verl's ``engine_kwargs`` for it."""
     if run.kind == "words":
         return
@@ -83,6 +83,8 @@ def of_rollout(run: Running) -> Iterator[Finding]:
     strange = []
     for written in sorted(names):
         name = written.partition(".")[0]  # --hf-overrides.rope_theta 10000
+        if name == "additional_config" and device == "npu":
+            continue  # by its keys: on_npu
         if name in vllm_names.DECIDING:
             if run[written] not in (*OFF, "auto", "generate", "{}", "[]", {}, []):
                 yield _unjudged("rollout", name, run[written], vllm_names.DECIDING[name])

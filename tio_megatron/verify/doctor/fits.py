@@ -22,7 +22,9 @@ class Fit:
     nearest: tuple[tuple[Layout, Layout], ...] = ()
 
 
-def fit(model: ModelShape, trainer: Layout, rollout: Layout, *, contract: Contract | None = None, training: bool = True, most: int = 3) -> Fit:
+def fit(
+    model: ModelShape, trainer: Layout, rollout: Layout, *, contract: Contract | None = None, training: bool = True, most: int = 3, family: str = "cpu"
+) -> Fit:
     """Look at every product of ``model`` that either layout cuts.
 
     Args:
@@ -32,8 +34,9 @@ def fit(model: ModelShape, trainer: Layout, rollout: Layout, *, contract: Contra
         contract: the one to hold; the smallest that serves both by default.
         training: whether the trainer computes gradients, which have two rules more.
         most: pairs to name when this one does not work.
+        family: of the smallest contract; a contract has its own.
     """
-    chosen = contract or Contract.for_layouts(trainer, rollout)
+    chosen = contract or Contract.for_layouts(trainer, rollout, family=family)
     findings = [Finding("bad", TOPIC, f"trainer {trainer}: {p.where}: {p.what}", p.works) for p in _trainer(chosen, model, trainer, training)]
     findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model)]
     if findings:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.switch_names import PREFIXES
+from tio_megatron.verify.doctor import on_npu
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.switch_table import ANY, HARMLESS, SWITCHES, UNSET, Switch
 
@@ -48,6 +49,11 @@ def judged(device: str, values: Mapping[str, str], *, plugged: bool, started: bo
         elif value is not None:
             yield Finding("ok", TOPIC, f"{switch.name} is {value}: {does}: {switch.why}")
     known = {switch.name for switch in SWITCHES}
+    if plugged and device == "npu":
+        for finding in on_npu.variables(values, started=started):
+            known.add(finding.what.split(" ")[0])
+            clean = clean and finding.level != "bad"
+            yield finding
     for name in sorted(values):
         if name.startswith(PREFIXES) and name not in known and not name.startswith(HARMLESS):
             yield Finding("note", TOPIC, f"{name} is set: what it does to an order of sums is not known here", "compare with a run without it (tio logdiff)")

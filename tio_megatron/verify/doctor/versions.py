@@ -42,8 +42,20 @@ def supported() -> dict[str, tuple[str, ...]]:
     return {"torch": (versions.TORCH,), "megatron-core": megatron, "vllm": (VLLM["vllm"],)}
 
 
-def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
-    """Python and every package of :data:`SUPPORTED`; one that is ``needed`` and absent is bad, else worth a note."""
+def on_npu() -> dict[str, tuple[str, ...]]:
+    """The versions that a rollout's environment has on an NPU, where vllm-ascend is installed: other ones, for an older vLLM."""
+    from tio_megatron.integrations.vllm.ascend.seam import SUPPORTED as ASCEND
+
+    return {package: (version,) for package, version in ASCEND.items()} if installed(("vllm-ascend",)) else {}
+
+
+def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
+    """Python and every package of :data:`SUPPORTED`; one that is ``needed`` and absent is bad, else worth a note.
+
+    Args:
+        needed: packages.
+        device: ``npu``: what vllm-ascend asks for counts where it is installed.
+    """
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < PYTHON:
         yield Finding("bad", TOPIC, f"Python {found}", "Python 3.11 would work")
@@ -51,6 +63,8 @@ def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
         yield Finding("ok", TOPIC, f"Python {found} on {platform.machine()}")
     # The integrations import torch; without it nothing of theirs can be asked.
     works = supported() if installed(("torch",)) else {}
+    ascend = on_npu() if device == "npu" else {}
+    works |= {package: known for package, known in ascend.items() if package in works}
     for package, names in SUPPORTED.items():
         version = installed(names)
         if version is None:
@@ -67,6 +81,9 @@ def check(needed: Sequence[str] = ()) -> Iterator[Finding]:
             yield Finding("note", TOPIC, f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both")
         else:
             yield Finding("ok", TOPIC, f"{package} {version}")
+    if device == "npu" and not ascend and installed(SUPPORTED["vllm"]) is not None:
+        what = "vllm-ascend is not installed: an engine on an NPU needs it, and the vLLM and torch that it is for"
+        yield Finding("note", TOPIC, what, "look where the rollout runs")
     yield from untested()
     yield from _strangers()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 OFF = (False, None, 0)
@@ -88,11 +89,36 @@ HARMLESS_ENVIRONMENT = (
 )
 """Building, tools, latent attention, copies of keys between engines."""
 
-_DEFAULTS_THAT_ARE_REFUSED = {"VLLM_ASCEND_ENABLE_NZ": "weight_nz_mode"}
+DEFAULTS_THAT_ARE_REFUSED = {"VLLM_ASCEND_ENABLE_NZ": "weight_nz_mode"}
 """Variables that must be set because vllm-ascend's own default is refused, and the key that does the same."""
 
 PAGE = 128
 """Keys in a page: the block size that the paged operator is documented for, and the only one that vllm-ascend's backend offers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an engine is asked for, as far as the platform refuses it: of a started engine's configuration, or of arguments before there is one.
+
+    Args:
+        enforce_eager: no graphs.
+        graphs: whether a mode of graphs is named beside that.
+        dtype: without ``torch.``.
+        block_size: keys in a page; None where nobody asked for a size.
+        logprobs_mode: by its value.
+        weight_transfer: whether vLLM is to receive weights.
+        async_scheduling: as it will be; vLLM takes it where nobody says otherwise.
+        sleep: whether the engine is to be put to sleep.
+    """
+
+    enforce_eager: bool
+    graphs: bool
+    dtype: str
+    block_size: int | None
+    logprobs_mode: str
+    weight_transfer: bool
+    async_scheduling: bool
+    sleep: bool
 
 
 def problems(config: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -103,32 +129,57 @@ def problems(config: Any, environment: Mapping[str, str] = os.environ) -> Iterat
         environment: the process's.
     """
     given = dict(config.additional_config or {})
+    yield from of_additional(given)
+    yield from of_environment(environment, given)
+    yield from _engine(config)
+
+
+def of_additional(given: Mapping[str, Any]) -> Iterator[str]:
+    """One line for every key of ``additional_config`` that is not covered."""
     for key, (works, why) in OPTIONS.items():
         if key in given and not any(given[key] == value and type(given[key]) is not bool or given[key] is value for value in works):
             yield f"additional_config[{key!r}]={given[key]!r}: {why}; {' or '.join(map(repr, works))} would work"
+
+
+def of_environment(environment: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[str]:
+    """One line for every variable that is not covered, beside the ``additional_config`` that is given."""
     for name, (works, why) in ENVIRONMENT.items():
-        covered = _DEFAULTS_THAT_ARE_REFUSED.get(name)
+        covered = DEFAULTS_THAT_ARE_REFUSED.get(name)
         if covered is not None and given.get(covered) in OPTIONS[covered][0]:
             continue
         value = environment.get(name, works if covered is None else None)
         if value != works:
             yield f"{name}={value}: {why}; set {name}={works}"
-    yield from _engine(config)
 
 
 def _engine(config: Any) -> Iterator[str]:
-    model, cache, compilation = config.model_config, config.cache_config, config.compilation_config
-    if not model.enforce_eager or compilation.cudagraph_mode is not None and compilation.cudagraph_mode.name != "NONE":
+    model, cache, mode = config.model_config, config.cache_config, config.compilation_config.cudagraph_mode
+    asked = Asked(
+        enforce_eager=bool(model.enforce_eager),
+        graphs=mode is not None and mode.name != "NONE",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        logprobs_mode=model.logprobs_mode.rpartition(".")[2],
+        weight_transfer=config.weight_transfer_config is not None,
+        async_scheduling=bool(config.scheduler_config.async_scheduling),
+        sleep=bool(model.enable_sleep_mode),
+    )
+    yield from of_engine(asked)
+
+
+def of_engine(asked: Asked) -> Iterator[str]:
+    """One line for every option of the engine itself that is not covered."""
+    if not asked.enforce_eager or asked.graphs:
         yield "graphs (cudagraph_mode, enforce_eager=False): a captured graph replays vllm-ascend's attention parameters; use enforce_eager=True"
-    if str(model.dtype) != "torch.bfloat16":
-        yield f"dtype {model.dtype}: the NPU family takes bfloat16"
-    if cache.user_specified_block_size and cache.block_size != PAGE:
-        yield f"block_size {cache.block_size}: use {PAGE}"
-    if model.logprobs_mode.rpartition(".")[2] != "raw_logprobs":
-        yield f"logprobs_mode {model.logprobs_mode}: vllm-ascend's sampler gives raw_logprobs alone"
-    if config.weight_transfer_config is not None:
+    if asked.dtype != "bfloat16":
+        yield f"dtype {asked.dtype}: the NPU family takes bfloat16; use bfloat16"
+    if asked.block_size not in (None, PAGE):
+        yield f"block_size {asked.block_size}: the paged operator's pages; use {PAGE}"
+    if asked.logprobs_mode != "raw_logprobs":
+        yield f"logprobs_mode {asked.logprobs_mode}: vllm-ascend's sampler gives no others than raw_logprobs; use raw_logprobs"
+    if asked.weight_transfer:
         yield "weight_transfer_config: vLLM 0.23 moves weights layer by layer past ours; load a file with collective_rpc('tio_load', args=(path,))"
-    if config.scheduler_config.async_scheduling:
+    if asked.async_scheduling:
         yield "async_scheduling: lengths of the next step are then on the device; use async_scheduling=False"
-    if model.enable_sleep_mode:
+    if asked.sleep:
         yield "enable_sleep_mode: packed weights are not in vllm-ascend's pool; leave it out"
