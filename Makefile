@@ -55,6 +55,11 @@ need_disk() {  # folder
     free=$$(df -Pk "$$1" | awk 'NR == 2 { print int($$4 / 1048576) }')
     [ "$$free" -ge $(GB_FREE) ] || die "$$free GB free at $$1 and $(GB_FREE) GB needed: make room, or choose other places with make VENV=DIR and TIO_WHEEL_CACHE=DIR"
 }
+take() {  # descriptor that is open, and what it stands for; a lock held by somebody else is said before it is waited for
+    flock -n "$$1" && return
+    say "waiting for another make, which is installing from or into $$2"
+    flock "$$1"
+}
 empty() {  # the folder of stamps goes last: by it the next run knows that the environment is ours
     rm -f $(STAMPS)/*
     find $(VENV) -mindepth 1 -maxdepth 1 ! -name .tio -exec rm -rf {} +
@@ -244,7 +249,7 @@ distclean: clean  ## remove .venv too; the wheels stay
 
 $(ENV_DONE):
 	@$(HELPERS)
-	exec 9< $(firstword $(MAKEFILE_LIST)); flock 9  # two makes in one checkout: the second waits, then finds the work done
+	exec 9< $(firstword $(MAKEFILE_LIST)); take 9 "this checkout"  # two makes in it: the second waits, then finds the work done
 	[ -e '$@' ] && exit 0
 	need
 	if [ -e $(VENV) ]; then
@@ -257,7 +262,7 @@ $(ENV_DONE):
 	mkdir -p $(STAMPS)
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p "$(WHEELS)"
-	exec 8< "$(WHEELS)"; flock 8  # the cache is shared by all checkouts
+	exec 8< "$(WHEELS)"; take 8 "$(WHEELS)"  # the cache is shared by all checkouts
 	rm -rf "$(WHEELS)"/.new.*
 	if [ ! -e "$(WHEELS_DONE)" ]; then
 	    need_disk "$(WHEELS)"
@@ -275,7 +280,7 @@ $(ENV_DONE):
 
 $(PACKAGE_DONE): $(ENV_DONE)
 	@$(HELPERS)
-	exec 9< $(firstword $(MAKEFILE_LIST)); flock 9
+	exec 9< $(firstword $(MAKEFILE_LIST)); take 9 "this checkout"
 	[ -e '$@' ] && exit 0
 	need
 	say "building tio_megatron into $(VENV)"

@@ -3,6 +3,7 @@
 Run on a copy of the checkout with a lock file of two small packages, from the wheels that this environment was made of.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -93,6 +94,25 @@ def test_two_at_once_do_the_work_once(checkout: Path, make) -> None:
     said = "".join(process.communicate(timeout=300)[1] for process in both)
     assert [process.returncode for process in both] == [0, 0], said
     assert said.count("installing") == 1 and said.count("building tio_megatron") == 1
+
+
+@needs_wheels
+@pytest.mark.parametrize("held", ["Makefile", pytest.param("wheels", marks=pytest.mark.full)])
+def test_a_wait_for_another_make_is_said(checkout: Path, make, held: str) -> None:
+    """Somebody holds the lock of the cache, or of the checkout."""
+    (checkout / "wheels").mkdir(exist_ok=True)
+    lock = os.open(checkout / held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command = ["make", "LOCK=two.lock", f"PYTHON={sys._base_executable}", "setup"]
+    process = subprocess.Popen(command, cwd=checkout, env=environment(checkout / "wheels"), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        assert line.startswith("make: waiting for another make") and process.poll() is None, line
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        os.close(lock)
 
 
 @pytest.mark.parametrize(
