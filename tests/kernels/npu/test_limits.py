@@ -346,6 +346,7 @@ def pages(**changes: Any) -> dict:
         ({"key_cache": bf16(4, 128, 256)}, "key_cache has 3 axes"),
         ({"slots": torch.empty(5, dtype=torch.int64, device="meta")}, "5 slots for 6 tokens"),
         ({"slots": torch.empty(6, dtype=torch.int16, device="meta")}, "slot_mapping is int16"),
+        ({"slots": torch.empty(12, dtype=torch.int64, device="meta")[::2]}, "slot_mapping has strides [2]"),
     ],
 )
 def test_page_writes_refuse(given: dict, says: str) -> None:

@@ -142,6 +142,7 @@ def check_page_write(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tenso
         require(tensor.dtype == k.dtype, what, f"{name} is {names([tensor.dtype])} and key {names([k.dtype])}; they must be the same")
         require(tensor.is_contiguous(), what, f"{name} has strides {list(tensor.stride())}; it must be contiguous")
     check_kind(what, "slot_mapping", slots, (torch.int32, torch.int64), 1)
+    require(slots.is_contiguous(), what, f"slot_mapping has strides {list(slots.stride())}; it must be contiguous")
     require(v.shape[:2] == k.shape[:2], what, f"key {list(k.shape)} and value {list(v.shape)}; tokens and heads must be the same")
     paged = f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)}; pages and their size, the first two axes, must be the same"
     require(key_cache.shape[:2] == value_cache.shape[:2], what, paged)
