@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the table of layouts and the questions between devices alone")
     options = parser.parse_args(arguments)
 
+    from tio_megatron.contract.messages import say
     from tio_megatron.verify.ascend import place, run
 
     try:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ascend_selfcheck: {wrong}", file=sys.stderr)
         return 2
     report = run.check(options.out, devices=devices, twin=options.twin, quick=options.quick)
-    print((options.out / "report.txt").read_text(), end="")
+    say((options.out / "report.txt").read_text().removesuffix("\n"))
     return int(report["status"])
 
 

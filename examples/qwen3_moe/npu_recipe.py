@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, ModelShape
+from tio_megatron.contract.messages import say
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.integrations.npu_switches import SWITCHES
 
@@ -191,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     if options.check:
         for name in names:
-            print(told(name, RECIPES[name], options.model, options.data, options.npus, options.more))
-        print("not run on an NPU: python -m tio_megatron.ascend_selfcheck comes first there")
+            say(told(name, RECIPES[name], options.model, options.data, options.npus, options.more))
+        say("not run on an NPU: python -m tio_megatron.ascend_selfcheck comes first there")
         return int(any(RECIPES[name].problems() for name in names))
     missing = [words for module, words in PACKAGES.items() if not _there(module)]
     if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -35,6 +36,17 @@ def test_the_check_holds_all_layouts_against_the_contract_and_prints_what_would_
     ]
     assert lines.count("  fits: every product is cut on leaves, on both sides") == 2
     assert lines[-1].startswith("not run on an NPU")
+
+
+def test_a_reader_that_leaves_early_changes_no_exit_status() -> None:
+    """``--check | head``: the pipe's other end is closed before the first line."""
+    for arguments, status in ((["--check"], 0), (["--check", "--npus", "0"], 2)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+        done = subprocess.run([*SCRIPT, *arguments], cwd="/", env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+        os.close(writer)
+        assert done.returncode == status and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
 
 
 def test_both_sides_read_one_contract() -> None:

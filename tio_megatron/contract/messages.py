@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 LONGEST = 60
@@ -45,3 +47,13 @@ def named(names: list[str], most: int = 6, longest: int = LONGEST) -> str:
     names = [_plain(name) for name in names]
     first = [name if len(name) <= longest else f"{name[:longest]}..." for name in sorted(names)[:most]]
     return ", ".join(first) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def say(text: str) -> None:
+    """``text`` and a new line on standard output; the rest is dropped where its reader has left (``| head``), so that the exit status stays the answer."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes standard output again when it ends, and would complain there.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
