@@ -164,3 +164,111 @@ def test_a_residual_taken_behind_the_norm(dtype, seed, tmp_path):
 
     found, place, side = planted(tmp_path, seed, plan, dtype=dtype)
     assert (found.cause, found.point, found.side) == ("residual-terms", place, side), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("narrow", [BF16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_narrow_frequencies_beside_a_bf16_table_on_both_sides(narrow, seed, tmp_path):
+    """As transformers has it in a bf16 model: its table is bf16 anyway, and every product is rounded."""
+
+    def turning(frequencies):
+        def step(model, usual, x, positions, heads):
+            size = model.sizes.head_dim
+            inverse = (model.sizes.theta ** -(torch.arange(0, size, 2).double() / size)).float().to(frequencies).float()
+            angle = positions.float()[:, None] * inverse
+            cos, sin = (part.to(BF16)[:, None] for part in (angle.cos(), angle.sin()))
+            a, b = x.view(len(x), heads, size).chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).reshape(len(x), -1)
+
+        return step
+
+    draw = Draw(500 + seed)
+    sizes = draw.sizes(dtype=BF16)
+    place = f"layers.{draw.layer(sizes)}.q_rope"
+    stage = Stage(tmp_path, draw)
+    stage.both(sizes, draw.sequences(sizes, 24, 40), Plan(steps={place: turning(narrow)}), Plan(steps={place: turning(FP32)}))
+    found = examine(tmp_path)
+    assert (found.cause, found.point) == ("rope-table", place) and found.side in ("", stage.faulty), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rotary_table_that_nobody_knows_is_no_rounding(seed, tmp_path):
+    def plan(draw, sizes):
+        place = f"layers.{draw.layer(sizes)}.k_rope"
+
+        def step(model, usual, x, positions, heads):
+            size = model.sizes.head_dim
+            noise = 1 + 2e-4 * torch.randn(size // 2, generator=torch.Generator().manual_seed(seed))
+            angle = positions.double()[:, None] * model.sizes.theta ** -(torch.arange(0, size, 2).double() / size) * noise
+            cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
+            a, b = x.float().view(len(x), heads, size).chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(BF16).reshape(len(x), -1)
+
+        return place, Plan(steps={place: step})
+
+    found, place, side = planted(tmp_path, seed, plan, dtype=BF16)
+    assert found.point == place and found.cause != "order" and found.side in ("", side), found
+    if found.cause == "extra-rounding":  # few elements moved: another cos would do
+        assert "nothing is summed" in " ".join(found.evidence)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("weight", ["behind", "before"])
+def test_a_norm_with_every_step_in_bf16_is_no_order(weight, seed, tmp_path):
+    """Against a side that rounds before the weight, as transformers does."""
+
+    def narrow(x, w, dtype):
+        r = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+        return w * (x * r) if weight == "behind" else (x * w) * r
+
+    def cast(x, w, dtype):
+        return w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
+
+    draw = Draw(520 + seed)
+    sizes = draw.sizes(dtype=BF16)
+    place = f"layers.{draw.layer(sizes)}.{draw.choice(['attn_norm', 'mlp_norm', 'q_norm'])}"
+    stage = Stage(tmp_path, draw)
+    stage.both(sizes, draw.sequences(sizes, 12, 30), Plan(steps={place: norm_step(narrow)}), Plan(steps={place: norm_step(cast)}))
+    found = examine(tmp_path)
+    assert found.kind != "order" and found.cause in ("", "norm-cast") and found.point == place, found
+    assert found.side in ("", stage.faulty), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("narrow", ["result", "logits"])
+def test_probabilities_that_one_side_rounds_are_no_other_sum(narrow, seed, tmp_path):
+    """Both sides add by descending probability, which several rules give."""
+
+    def route(model, logits, ids, rounded):
+        given = logits.to(BF16).float() if rounded and narrow == "logits" else logits
+        p = given.softmax(-1)
+        chosen = p.gather(1, ids)
+        out = chosen / p.topk(ids.shape[1], -1).values.sum(-1, keepdim=True)
+        return out.to(BF16).float() if rounded and narrow == "result" else out
+
+    draw = Draw(540 + seed)
+    sizes = draw.sizes(dtype=FP32, moe=True, top_k=4, experts=8)
+    place = f"layers.{draw.layer(sizes)}.expert_probs"
+    plans = [Plan(steps={place: lambda model, usual, logits, ids, on=on: route(model, logits, ids, on)}) for on in (True, False)]
+    stage = Stage(tmp_path, draw)
+    stage.both(sizes, draw.sequences(sizes, 12, 30), *plans)
+    found = examine(tmp_path)
+    assert (found.cause, found.point, found.side) in {(cause, place, stage.faulty) for cause in ("router-dtype", "extra-rounding")}, found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["shifted", "cut off", "permuted"])
+def test_token_ids_that_look_up_other_rows(kind, seed, tmp_path):
+    def plan(draw, sizes):
+        by = draw.choice([-2, -1, 1, 3])
+        order = torch.randperm(sizes.vocab, generator=torch.Generator().manual_seed(seed))
+
+        def step(model, usual, at):
+            own = model.tokens[at]
+            ids = {"shifted": (own + by) % sizes.vocab, "cut off": torch.where(own > sizes.vocab // 2, 0, own), "permuted": order[own]}[kind]
+            return model.weight("model.embed_tokens.weight")[ids]
+
+        return "embed", Plan(steps={"embed": step})
+
+    found, place, side = planted(tmp_path, seed, plan)
+    assert (found.cause, found.point, found.side) == ("embedding-row", place, side), found

@@ -15,6 +15,7 @@ from tio_megatron.verify.diagnosis.sides import departing
 
 _RENAMED = {"visible": "mask"}
 """Axes whose name is not the cause's."""
+_TABLES = "Compare the rotary frequencies, angles and tables of both sides, and their types."
 
 
 def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
@@ -31,6 +32,8 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
         return None
     summed = case.point.op not in ("rope", "swiglu", "add", "embedding", "scaling")
     if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst if summed else worst / 2, dtype):
+        if case.point.op == "rope" and (doubt := too_many_for_an_order(case, explained.least, explained.gap)):
+            return Finding("unknown", "", evidence=(*same_formula(explained), f"{doubt}, and another cos or fma too"), cure=_TABLES)
         if not summed:  # so there is no order
             said = (*same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
             return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])
@@ -45,7 +48,7 @@ def not_an_order(case: Case, explained: Explained) -> str:
     if explained.few and case.point.op in ("norm", "routing"):
         said = "element differs" if explained.few == 1 else "elements differ"
         return f"only {explained.few} {said}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
-    doubt = too_many_for_an_order(case, (explained.a.error, explained.b.error), explained.gap)
+    doubt = too_many_for_an_order(case, explained.least, explained.gap)
     if not doubt and case.point.op == "norm" and (doubt := leaning(case)):
         doubt += "; compare the epsilons, and factors near 1"
     return doubt

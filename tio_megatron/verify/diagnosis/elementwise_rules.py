@@ -1,4 +1,4 @@
-"""Rules of norms, rotary embedding, activation, residual sum and embedding. Legend: r rows of the case, D head size."""
+"""Rules of norms, activation, residual sum and embedding. Legend: r rows of the case."""
 
 from __future__ import annotations
 
@@ -10,25 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from tio_megatron.verify.diagnosis.case import Case
-from tio_megatron.verify.diagnosis.rope_places import in_words, turned_by
 from tio_megatron.verify.diagnosis.rules import Rule, rounded
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
-_THETAS = (10000.0, 500000.0, 1000000.0, 5000000.0, 10000000.0)
-
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_TABLES = [
-    *("fp32/fp64/fp32", "fp64/fp64/fp32", "fp32/fp64/bf16", "bf16/fp64/fp32", "bf16/fp64/bf16", "fp32/bf16/fp32", "fp32/bf16/bf16"),
-    *("bf16/bf16/fp32", "bf16/bf16/bf16", "fp32/fp64/fp16", "fp16/fp64/fp32", "fp16/fp64/fp16"),
-    *("fp32/fp64/e4m3", "fp32/fp64/e5m2"),
-]
-"""Types of frequencies, angles, and the table of cosines and sines."""
-
-
-def _table_name(table: str) -> str:
-    """What is narrow in it, in words."""
-    parts = zip(table.split("/"), ("frequencies", "angles", "table"), strict=True)
-    return ", ".join(f"{kind} {what}" for kind, what in parts if kind not in ("fp32", "fp64")) or "fp32"
+_VARIANCE = ("variance itself to bf16", "variance itself to bf16, before the weight")
 
 
 def low(case: Case) -> torch.dtype:
@@ -63,19 +48,24 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             if mean != "root mean square":
                 var, v = var - var.mean(-1, keepdim=True), v - v.mean(-1, keepdim=True)
             squares = var.square()
-            if cast == "variance too":
+            if cast in ("variance too", "every step", "every step, weight first"):
                 squares = rounded(squares, dtype)
             mean_square = squares.mean(-1, keepdim=True)
-            if cast.startswith("variance itself"):
+            if cast.startswith("every step"):
+                v = rounded(v, dtype)
+                mean_square = rounded(rounded(mean_square, dtype) + eps_, dtype) - eps_
+            if cast in _VARIANCE:
                 mean_square = rounded(mean_square, torch.bfloat16)
             r = (mean_square + eps_).rsqrt().to(torch.float32).to(torch.float64)
             scale = {"weight": w, "1 + weight": 1 + w, "none": torch.ones_like(w)}[form]
-            if cast in ("after the weight", "variance itself to bf16"):
+            if cast in ("after the weight", _VARIANCE[0]):
                 out = (v * r).to(torch.float32).to(torch.float64) * scale
-            elif cast in ("before the weight", "variance itself to bf16, before the weight"):
+            elif cast in ("before the weight", _VARIANCE[1]):
                 out = rounded(v * r, dtype) * scale
             elif cast == "weight first":
                 out = rounded(v * scale, dtype) * r
+            elif cast == "every step, weight first":
+                out = rounded(v * scale, dtype) * rounded(r, dtype)
             else:
                 out = rounded(v * rounded(r, dtype), dtype) * scale
             return out.reshape(shape)
@@ -96,7 +86,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             yield rule(cast, "unrounded sum")
             yield rule(cast, "unrounded sum", "sum")
             yield rule(cast, "sum", "unrounded sum")
-    for cast in ("low precision", "variance too", "weight first", "variance itself to bf16", "variance itself to bf16, before the weight"):
+    for cast in ("low precision", "variance too", "weight first", "every step", "every step, weight first", *_VARIANCE):
         yield rule(cast)
     fitted = [_epsilon(side[case.rows].to(torch.float64).reshape(-1, width), source["sum"], w) for side in case.sides]
     nice = [float(f"{eps:.{digits}e}") for digits in (0, 1, 3) for eps in fitted if eps > 0]
@@ -126,82 +116,6 @@ def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
         return 0.0
     found = float((estimates[real] * counts[real]).sum() / counts[real].sum())
     return found if math.isfinite(found) and 1e-13 < found < 1e3 else 0.0
-
-
-def rope_rules(case: Case) -> Iterator[Rule]:
-    """Axes: table's precision, positions, theta, which elements are turned together, roundings of the arithmetic."""
-    x = case.input(case.point.parents[0])
-    if x is None:
-        return
-    size = int(case.a.shape.get("head_dim") or 0)
-    if not size or math.prod(x.shape[1:]) % size:
-        return
-    dtype, rows = low(case), case.rows
-    shape = x[rows].shape
-    v = x[rows].to(torch.float64).reshape(len(rows), -1, size)
-    own = torch.tensor([case.a.where(int(row))[1] for row in rows], dtype=torch.float64)
-    recorded = case.parent("positions")
-    if recorded is not None:
-        own = recorded[rows].reshape(-1).to(torch.float64)
-    thetas = [float(theta) for theta in case.fact("rope_theta", 1e6)]
-
-    places = {"own": own, "all 0": own * 0, "run on over the pack": rows.to(torch.float64)}
-    scaled: dict[str, torch.Tensor] = {}
-    for theta in thetas:
-        for side in case.sides:
-            solved = turned_by(v, side[rows].to(torch.float64).reshape(v.shape), theta)
-            said = in_words(solved, own) if solved is not None else None
-            if said is not None:
-                (places if said[0] == "positions" else scaled).setdefault(said[1], said[2])
-
-    def rule(
-        table: str = "fp32/fp64/fp32",
-        positions: str = "own",
-        theta: float = thetas[0],
-        turn: str = "halves",
-        arithmetic: str = "one rounding",
-        scaling: str = "",
-    ) -> Rule:
-        def compute() -> torch.Tensor:
-            place = scaled[scaling] if scaling else places[positions]
-            frequencies, angles, values = table.split("/")
-            inverse = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-            if frequencies != "fp64":
-                inverse = inverse.to(_TYPES[frequencies]).to(torch.float64)
-            angle = place[:, None] * inverse
-            if angles != "fp64":
-                angle = angle.to(torch.float32).to(_TYPES[angles]).to(torch.float64)
-            cos, sin = (x.to(torch.float32).to(_TYPES[values]).to(torch.float32) for x in (angle.cos(), angle.sin()))
-            cos, sin = cos.to(torch.float64)[:, None], sin.to(torch.float64)[:, None]
-            first, second = (v[..., : size // 2], v[..., size // 2 :]) if turn == "halves" else (v[..., 0::2], v[..., 1::2])
-            step = (lambda y: rounded(y, dtype)) if arithmetic == "every product rounded" else (lambda y: y.to(torch.float32).to(torch.float64))
-            low_half, high_half = step(first * cos) - step(second * sin), step(second * cos) + step(first * sin)
-            if turn == "halves":
-                return torch.cat([low_half, high_half], dim=-1).reshape(shape)
-            return torch.stack([low_half, high_half], dim=-1).reshape(shape)
-
-        axes = {
-            "rope-table": _table_name(table),
-            "positions": positions,
-            "rope-theta": scaling or f"{theta:g}",
-            "rope-pairs": turn,
-            "extra-rounding": arithmetic,
-        }
-        return Rule(axes, compute)
-
-    for arithmetic in ("one rounding", "every product rounded"):
-        for table in _TABLES:
-            yield rule(table, arithmetic=arithmetic)
-        for positions in list(places)[1:]:
-            yield rule(positions=positions, arithmetic=arithmetic)
-            yield rule("fp32/fp64/bf16", positions=positions, arithmetic=arithmetic)
-        for scaling in scaled:
-            yield rule(scaling=scaling, arithmetic=arithmetic)
-            yield rule("fp32/fp64/bf16", scaling=scaling, arithmetic=arithmetic)
-        for theta in {*thetas, *_THETAS} - {thetas[0]}:
-            yield rule(theta=theta, arithmetic=arithmetic)
-            yield rule("fp32/fp64/bf16", theta=theta, arithmetic=arithmetic)
-        yield rule(turn="neighbours", arithmetic=arithmetic)
 
 
 def swiglu_rules(case: Case) -> Iterator[Rule]:
@@ -277,7 +191,7 @@ def add_rules(case: Case) -> Iterator[Rule]:
 
 
 def embedding_rules(case: Case) -> Iterator[Rule]:
-    """Axes: scale, and which row of the table a token takes."""
+    """Axes: scale, and which row of the table a token takes: found by its bytes where a side holds rows of the table."""
     weight = case.weight(case.point.weights[0])
     if weight is None:
         return
@@ -285,7 +199,32 @@ def embedding_rules(case: Case) -> Iterator[Rule]:
     rows = case.rows
     table = weight.to(torch.float64)
     width = table.shape[1]
-    shifted = {"its own": tokens, "the token before": tokens.roll(1), "the token after": tokens.roll(-1)}
+    shifted = {"its own": tokens[rows], "the token before": tokens.roll(1)[rows], "the token after": tokens.roll(-1)[rows]}
+    for side in case.sides:
+        taken = _taken(side[rows], weight.to(side.dtype))
+        if taken is not None and not torch.equal(taken, tokens[rows]):
+            shifted.setdefault(_ids_in_words(taken, tokens[rows], len(table)), taken)
     for name, ids in shifted.items():
-        yield Rule({"embedding-row": name, "scale": "1"}, lambda ids=ids: table[ids[rows]])  # type: ignore[misc]
+        yield Rule({"embedding-row": name, "scale": "1"}, lambda ids=ids: table[ids])  # type: ignore[misc]
     yield Rule({"embedding-row": "its own", "scale": "square root of the width"}, lambda: table[tokens[rows]] * math.sqrt(width))
+
+
+def _taken(out: torch.Tensor, table: torch.Tensor) -> torch.Tensor | None:
+    """[r]: the row of ``table`` that each row of ``out`` is, byte for byte; None where one of them is none, or all are the same zeros."""
+    found = []
+    for row in out.reshape(len(out), -1):
+        same = (table == row).all(-1).nonzero()
+        if not len(same):
+            return None
+        found.append(int(same[0]))
+    return torch.tensor(found) if bool((out != 0).any()) else None
+
+
+def _ids_in_words(taken: torch.Tensor, own: torch.Tensor, vocab: int) -> str:
+    shift = ((taken - own) % vocab).unique()
+    if len(shift) == 1:
+        by = int(shift) if int(shift) <= vocab // 2 else int(shift) - vocab
+        return f"of its id {'+' if by > 0 else '-'} {abs(by)}"
+    if len(taken.unique()) == 1 and len(taken) > 1:
+        return f"row {int(taken[0])} for all of these tokens"
+    return f"others: row {int(taken[0])} for id {int(own[0])}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tio_megatron.verify.diagnosis.attention_rules import heads_of
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
@@ -100,39 +99,6 @@ def dropout(case: Case) -> Finding | None:
         factor = float(ratios.median())
         if abs(factor * (1 - part) - 1) < 0.15 and float((ratios / factor - 1).abs().quantile(0.8)) < 0.2:
             said = f"in {label}, {100 * part:.3g}% of the elements are zero and the others are {factor:.4g} times those of the other side"
-            return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
-    return None
-
-
-def attention_dropout(case: Case) -> Finding | None:
-    """The same inside attention: the probabilities that explain a side are the usual ones, some of them zero, the others larger by one factor."""
-    heads = heads_of(case, 48)
-    if heads is None:
-        return None
-    size, usual = heads.q.shape[-1], heads.scores()
-    found: dict[str, list[float]] = {"A": [], "B": []}
-    for i, row in enumerate(heads.rows.tolist()):
-        begin = int(heads.begin[i])
-        count = row - begin + 1
-        if not 2 <= count <= size // 2:
-            continue
-        p = usual[i, :, begin : row + 1].softmax(-1)
-        values = heads.v[begin : row + 1][:, heads.group()]
-        for label, side in zip("AB", case.sides, strict=True):
-            out = side[row].to(torch.float64).reshape(-1, size)
-            for head in range(len(p)):
-                solved = torch.linalg.lstsq(values[:, head].t(), out[head][:, None]).solution[:, 0]
-                found[label] += (solved / p[head])[p[head] > 0.02].tolist()
-    for label, ratios in found.items():
-        x = torch.tensor(ratios, dtype=torch.float64)
-        if len(x) < 8:
-            continue
-        zero = x.abs() < 0.1
-        part = float(zero.double().mean())
-        rest = x[~zero]
-        if 0.01 < part < 0.95 and len(rest) and abs(float(rest.median()) * (1 - part) - 1) < 0.25 and float(rest.median()) > 1.02:
-            factor = float(rest.median())
-            said = f"in {label}, {100 * part:.3g}% of the attention probabilities are zero and the others are {factor:.4g} times what they should be"
             return Finding("framework", "dropout", side=label, details={"rate": round(part, 3)}, evidence=(said,), cure=CURES["dropout"])
     return None
 

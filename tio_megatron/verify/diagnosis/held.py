@@ -70,7 +70,8 @@ def not_other_weights(held: list[Rows], dtype: torch.dtype) -> tuple[str, str]:
     if moved < 0.9:
         return f"{100 * (1 - moved):.3g}% of the rows follow from the parameter held: other weights would move all of them", _TOKENS
     centre = torch.cat([rows.off - rows.off.mean(0) for rows in held if len(rows.x) > 1] or [off])
-    if float(centre.square().mean().sqrt() / size) < max(noise, 0.2 * gap):
+    around = float(centre.square().mean().sqrt() / size)
+    if around < 0.2 * gap or around < min(noise, 0.7 * gap):  # the vector itself is the larger part of what is off
         return "every row is off by one and the same vector, whatever its inputs are: a bias that the other side lacks", _BIAS
     if _of_the_result(off / size, exact / size, noise, gap):
         return "it is a function of the result, element by element (a soft cap, a clamp)", LOOK

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tio_megatron.verify.diagnosis import elementwise_rules, faults
+from tio_megatron.verify.diagnosis.attention_dropout import attention_dropout
 from tio_megatron.verify.diagnosis.attention_rules import attention_rules, heads_of, window
 from tio_megatron.verify.diagnosis.by_rules import by_rules, framework, missing_inputs, not_an_order, same_formula
 from tio_megatron.verify.diagnosis.case import Case
@@ -16,9 +17,11 @@ from tio_megatron.verify.diagnosis.combine import combine
 from tio_megatron.verify.diagnosis.cures import CURES, LOOK
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.head_rules import counted_rows, head_rules, targets_of
+from tio_megatron.verify.diagnosis.mask_solved import solved
 from tio_megatron.verify.diagnosis.of_products import product
 from tio_megatron.verify.diagnosis.orders_of import order_finding
 from tio_megatron.verify.diagnosis.parameters import differing, explain_parameter
+from tio_megatron.verify.diagnosis.rope_rules import rope_rules
 from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative
@@ -51,7 +54,7 @@ def why(case: Case) -> Finding:
     }
     rules: dict[str, Callable[[Case], Iterable[Rule]]] = {
         "norm": elementwise_rules.norm_rules,
-        "rope": elementwise_rules.rope_rules,
+        "rope": rope_rules,
         "swiglu": elementwise_rules.swiglu_rules,
         "add": elementwise_rules.add_rules,
         "embedding": elementwise_rules.embedding_rules,
@@ -84,10 +87,12 @@ def _attention(case: Case) -> Finding | None:
         if doubt := not_an_order(case, explained):
             return Finding("unknown", "", evidence=(*same_formula(explained), doubt), cure=LOOK)
         return order_finding(case, None, same_formula(explained))
+    if keys := solved(case, heads):
+        return Finding("framework", "mask", side=keys[1], evidence=tuple(keys[0]), cure=CURES["mask"])
     if moved := window(case, heads):
         cause, evidence, side = moved
         return Finding("framework", cause, side=side, evidence=tuple(evidence), cure=CURES[cause])
-    return faults.attention_dropout(case)
+    return attention_dropout(case)
 
 
 def _head(case: Case) -> Finding | None:

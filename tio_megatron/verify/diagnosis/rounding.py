@@ -63,7 +63,8 @@ def too_large_alone(case: Case) -> str:
 
 
 def too_many_for_an_order(case: Case, errors: tuple[float, float], gap: float) -> str:
-    """What is wrong with calling it an order, in words, where one formula with its rounding points gives one side to the last bit: another order of sums kept
+    """What is wrong with calling it an order, in words, where one formula with its rounding points gives one side to the last bit (``errors``: of
+    the best one on each side): another order of sums kept
     in fp32 moves a bf16 result only where it lies beside a rounding boundary, which is rare. "" where that is not so."""
     if case.dtypes[0] != case.dtypes[1] or case.dtypes[0] not in (torch.bfloat16, torch.float16):
         return ""
@@ -75,7 +76,7 @@ def too_many_for_an_order(case: Case, errors: tuple[float, float], gap: float) -
     if part < 0.25:
         return ""
     exact = "A" if errors[0] < errors[1] else "B"
-    return f"the usual steps give {exact} to the last bit, and {100 * part:.3g}% of the elements of the other side differ: an order of sums in fp32 moves few"
+    return f"known steps give {exact} to the last bit, and {100 * part:.3g}% of the elements of the other side differ: an order of sums in fp32 moves few"
 
 
 def leaning(case: Case) -> str:

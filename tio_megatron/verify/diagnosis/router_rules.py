@@ -11,6 +11,8 @@ from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.rules import Rule
 from tio_megatron.verify.traces.reader import Trace
 
+_NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def routing_rules(case: Case) -> Iterator[Rule]:
     """Axes: where the softmax is, whether and in which order it is normalised, types, scale."""
@@ -18,18 +20,17 @@ def routing_rules(case: Case) -> Iterator[Rule]:
     if logits is None or ids is None:
         return
     x, ids = logits[case.rows].to(torch.float32), ids[case.rows].to(torch.int64)
-    narrow = torch.bfloat16
 
     def rule(place: str, normalise: str, logits_type: str = "fp32", output: str = "fp32") -> Rule:
         def compute() -> torch.Tensor:
-            given = x.to(narrow).to(torch.float32) if logits_type == "bf16" else x
+            given = x.to(_NARROW[logits_type]).to(torch.float32)
             chosen = given.gather(1, ids)
             if place == "after top-k":
                 p = chosen.softmax(-1)
             elif place == "sigmoid":
                 p = chosen.sigmoid()
             elif place == "softmax in bf16":
-                p = given.to(narrow).softmax(-1).gather(1, ids).to(torch.float32)
+                p = given.to(torch.bfloat16).softmax(-1).gather(1, ids).to(torch.float32)
             else:
                 p = given.softmax(-1).gather(1, ids)
             if normalise == "by ascending id":
@@ -44,24 +45,23 @@ def routing_rules(case: Case) -> Iterator[Rule]:
                 p = p * (1.0 / p.sum(-1, keepdim=True))
             elif normalise == "fp64":
                 p = (p.double() / p.double().sum(-1, keepdim=True)).to(torch.float32)
-            return p.to(narrow) if output == "bf16" else p
+            return p.to(_NARROW[output])
 
         kind = "none" if normalise == "none" else "sum is 1"
         axes = {"router-softmax": place, "router-normalise": kind, "router-sum-order": normalise, "router-dtype": f"logits {logits_type}, output {output}"}
         return Rule(axes, compute)
 
     sums = ("library", "by ascending id", "by descending probability", "by ascending probability", "reciprocal", "fp64")
-    for output in ("fp32", "bf16"):
-        for normalise in sums:
-            yield rule("before top-k", normalise, output=output)
-        yield rule("after top-k", "none", output=output)
-        yield rule("before top-k", "none", output=output)
-        yield rule("sigmoid", "none", output=output)
-        yield rule("sigmoid", "library", output=output)
+    for output in _NARROW:
+        for logits_type in _NARROW:
+            for normalise in sums:
+                yield rule("before top-k", normalise, logits_type, output)
+            yield rule("after top-k", "none", logits_type, output)
+            yield rule("before top-k", "none", logits_type, output)
+            yield rule("sigmoid", "none", logits_type, output)
+            yield rule("sigmoid", "library", logits_type, output)
         for normalise in ("library", "none"):
-            yield rule("before top-k", normalise, "bf16", output)
             yield rule("softmax in bf16", normalise, output=output)
-        yield rule("after top-k", "none", "bf16", output)
 
 
 def _sum(p: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,8 @@ class Fit:
 class Explained:
     """``a`` and ``b``: the rule each side follows; ``axes`` in which they differ, clearly (empty: the same rule). ``gap``: the sides' relative difference.
     ``usual``: the first rule of the table, ``far`` how far each side is from it. ``ambiguous``: other pairs of rules explain the sides as well, by other axes
-    or with the other side departing. ``few``: so many elements differ, by rounding, too few to tell; 0 where they are enough."""
+    or with the other side departing. ``few``: so many elements differ, by rounding, too few to tell; 0 where they are enough. ``least``: the smallest error
+    of any rule on each side."""
 
     a: Fit
     b: Fit
@@ -68,6 +69,7 @@ class Explained:
     ambiguous: tuple[str, ...] = ()
     far: tuple[float, float] = (0.0, 0.0)
     few: int = 0
+    least: tuple[float, float] = (float("inf"), float("inf"))
 
 
 def relative(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -89,6 +91,7 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     if not fits:
         return None
     gap = relative(a, b)
+    least = min(fit[1] for fit in fits), min(fit[2] for fit in fits)
     usual = fits[0][0]
     limits = [min(EXPLAINS * gap, max(one_rounding(side.dtype), NEARLY_ALL * gap)) for side in (a, b)]
     good_a, good_b = _alike(fits, 1), _alike(fits, 2)
@@ -100,18 +103,18 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     few = count if count < FEWEST and gap <= max(one_rounding(side.dtype) for side in (a, b)) else 0
     if few or not pairs or any(x[0] is y[0] for x in good_a for y in good_b):
         shared = min(fits, key=lambda fit: max(fit[1], fit[2]))
-        return Explained(Fit(shared[0], shared[1]), Fit(shared[0], shared[2]), (), gap, usual, few=few)
+        return Explained(Fit(shared[0], shared[1]), Fit(shared[0], shared[2]), (), gap, usual, few=few, least=least)
 
     def changes(pair: tuple[_Tried, _Tried]) -> tuple[int, int, int]:
         between = pair[0][0].against(pair[1][0])
-        return len(set(between) - FINE), len(pair[0][0].against(usual)) + len(pair[1][0].against(usual)), len(between)
+        return len(set(between) - FINE), len(between), len(pair[0][0].against(usual)) + len(pair[1][0].against(usual))
 
-    least = min(map(changes, pairs))
-    chosen = [pair for pair in pairs if changes(pair) == least]
+    fewest = min(map(changes, pairs))
+    chosen = [pair for pair in pairs if changes(pair) == fewest]
     best = chosen[0]
     axes = _axes(best)
     other = tuple(dict.fromkeys(_axes(pair)[0] for pair in chosen if _axes(pair)[0] != axes[0] or _off(pair, axes[0], usual) != _off(best, axes[0], usual)))
-    return Explained(Fit(best[0][0], best[0][1]), Fit(best[1][0], best[1][2]), axes, gap, usual, other, fits[0][1:])
+    return Explained(Fit(best[0][0], best[0][1]), Fit(best[1][0], best[1][2]), axes, gap, usual, other, fits[0][1:], least=least)
 
 
 _Tried = tuple[Rule, float, float]
