@@ -103,6 +103,50 @@ def test_another_function_of_the_rollout(more, level, said):
     assert len(found) == 1 and found[0][0] == level and said in found[0][1], found
 
 
+@pytest.mark.parametrize(
+    "more, level, said",
+    [
+        ("-pp 2", "bad", "pipeline_parallel_size = 2"),
+        ("-pp=2", "bad", "pipeline_parallel_size = 2"),
+        ("-dp 2", "bad", "data_parallel_size = 2"),
+        ("-dcp 2", "bad", "decode_context_parallel_size = 2"),
+        ("-q fp8", "bad", "quantization = 'fp8'"),
+        ("-qfp8", "bad", "quantization = 'fp8'"),
+        ("-O3", "unknown", "optimization_level = 3"),
+        ("-O 3", "unknown", "optimization_level = 3"),
+        ("-O.mode=3", "unknown", "optimization_level"),
+        ("-cc.mode=3", "unknown", "compilation_config = 3"),
+        ("-sc.model=x", "bad", "speculative_config.model = 'x'"),
+        ("--kv-transfer-config.kv_role kv_both", "bad", "kv_transfer_config.kv_role = 'kv_both'"),
+        ("-x 3", "unknown", "x is not judged: vLLM 0.32.0 has no such option"),
+    ],
+)
+def test_vllms_short_options(more, level, said):
+    found = options_of(rollout=f"{VLLM} {more}")
+    assert len(found) == 1 and found[0][0] == level and said in found[0][1], found
+
+
+def test_short_options_say_the_layout_and_other_programs_in_a_script_say_nothing(tmp_path):
+    assert settings.rollout("-tp=4 -ep --generation-config vllm").layout == settings.rollout("tp4+ep").layout
+    script = tmp_path / "serve.sh"
+    script.write_text("#!/bin/bash\nset -ex\npip install -q x | head -n 3\npython3 -m vllm.entrypoints.openai.api_server -tp 4 --generation-config vllm -x\n")
+    assert settings.rollout(str(script)).settings == {"tensor_parallel_size": 4, "generation_config": "vllm"}
+    assert not options_of(rollout=str(script))
+
+
+def test_vllms_short_names_are_the_installed_ones():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())._actions
+    theirs = {}
+    for action in actions:
+        long = [option for option in action.option_strings if option.startswith("--")]
+        theirs |= {option[1:]: long[0][2:].replace("-", "_") for option in action.option_strings if long and not option.startswith("--")}
+    theirs.pop("h", None)
+    assert theirs == {name: long for name, long in vllm_names.SHORT.items() if name != "O"}
+
+
 def test_the_same_model_under_other_names(tmp_path):
     for name in ("Qwen/Qwen3-30B-A3B", "/somewhere/else/qwen3-30b-a3b"):
         assert not options_of(rollout=f"{VLLM} --model {name}")
@@ -160,6 +204,14 @@ def test_verls_model_and_overrides():
         both = " ".join([*[one for one in VERL if not (more.startswith("actor_rollout_ref.model.path") and "model.path" in one)], *MCORE, more])
         found = options_of(both, both)
         assert len(found) == 1 and found[0][0] == level and said in found[0][1], (more, found)
+    for name, value in (("layernorm_epsilon", 0.001), ("moe_router_topk", 2), ("hidden_size", 32), ("num_layers", 2), ("rotary_base", 5)):
+        both = f"{words} +actor_rollout_ref.actor.megatron.override_transformer_config.{name}={value}"
+        found = options_of(both, both)
+        assert len(found) == 1 and found[0][0] == "bad" and f"{name} = {value}, the model has" in found[0][1], (name, found)
+    both = f"{words} +actor_rollout_ref.actor.megatron.override_transformer_config.layernorm_epsilon=1e-6"
+    assert not options_of(both, both), "the model's own"
+    both = f"{words} +actor_rollout_ref.rollout.pipeline_model_parallel_size=2"
+    assert [level for level, what in options_of(both, both) if "pipeline_model_parallel_size = 2" in what] == ["bad"]
     other = f"{words} actor_rollout_ref.rollout.something_new=1"
     notes = [one.what for one in examine(model="Qwen3-30B-A3B", trainer=other, rollout=other).findings if "verl's own" in one.what]
     assert notes and "something_new" in notes[-1]

@@ -40,6 +40,30 @@ def test_equal_steps_are_quiet_and_written(tmp_path):
     assert not list(tmp_path.rglob("breach-*")) and list(tmp_path.rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.parametrize(
+    "value", [torch.tensor(0.25), torch.tensor([[0.25]], dtype=torch.bfloat16), torch.tensor(0.25, requires_grad=True), np.float32(0.25), np.array([0.25])]
+)
+def test_a_mean_as_a_loop_has_it(value, tmp_path):
+    monitor = Monitor(tmp_path)
+    assert monitor.step(1, tokens=TOKENS, trainer=SAME, rollout=SAME, reward=value, count=torch.tensor(3), met=np.bool_(True))["reward"] == 0.25
+    assert (lines(tmp_path)[0]["reward"], lines(tmp_path)[0]["count"], lines(tmp_path)[0]["met"]) == (0.25, 3, True)
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"reward": torch.zeros(3)}, r"reward is Tensor of shape \(3,\), no number"),
+        ({"reward": "high"}, "reward is 'high', no number"),
+        ({"loss": None}, "loss is None, no number"),
+        ({"kl_k1": 0.0}, "kl_k1 is a number of the monitor's own"),
+    ],
+)
+def test_what_is_no_number_is_said_before_anything_is_written(more, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        Monitor(tmp_path).step(1, tokens=TOKENS, trainer=SAME, rollout=SAME, **more)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_one_bit_warns_and_one_bit_stops(tmp_path):
     bit = SAME.numpy().copy()
     bit.view(np.uint32)[1, 2] ^= 1

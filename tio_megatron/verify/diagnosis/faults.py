@@ -10,6 +10,7 @@ from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, one_rounding
 from tio_megatron.verify.diagnosis.rules import relative
+from tio_megatron.verify.traces.reader import Trace
 
 
 def unwritten(case: Case) -> Finding | None:
@@ -164,6 +165,10 @@ def constant(case: Case) -> Finding | None:
     return None
 
 
+_WIDE = ("router_logits", "expert_probs", "logits", "logprob_rows", "logprob")
+"""Points that are fp32 in a model of any type."""
+
+
 def other_type(case: Case) -> Finding | None:
     """One side keeps in a wide type what the other rounds, and that is all that is seen."""
     types = case.dtypes
@@ -173,6 +178,29 @@ def other_type(case: Case) -> Finding | None:
     if gap > 0.01:
         return None
     names = [str(kind).removeprefix("torch.") for kind in types]
-    side = "A" if types[0].itemsize < types[1].itemsize else "B"
+    side, reason = _of_another_type(case)
     said = f"{names[0]} in A and {names[1]} in B; the values differ by {gap:.2g}, as rounding does"
-    return Finding("framework", "dtype", side=side, details={"dtype_a": names[0], "dtype_b": names[1]}, evidence=(said,), cure=CURES["dtype"])
+    details = {"dtype_a": names[0], "dtype_b": names[1]}
+    return Finding("framework", "dtype", side=side, side_reason=reason, details=details, evidence=(said,), cure=CURES["dtype"])
+
+
+def _of_another_type(case: Case) -> tuple[str, str]:
+    """(side, reason): the one whose type is not that of the point's own inputs; none where the sides compute in other types from there on."""
+    types = case.dtypes
+    if case.point.part in _WIDE:
+        side = "A" if types[0].itemsize < types[1].itemsize else "B"
+        return side, f"{side} departs from the usual: this point is fp32 in a model of any type"
+    given = [min(kinds, key=lambda kind: kind.itemsize, default=None) for kinds in (_given(case, side) for side in (case.a, case.b))]
+    if given[0] != given[1] or given[0] is None:
+        return "", "the sides compute in other types from there on: the checkpoint's dtype decides which of them is meant"
+    off = [label for label, kind in zip("AB", types, strict=True) if kind != given[0]]
+    if len(off) == 1:
+        return off[0], f"{off[0]} departs from the type of what the point is made of ({str(given[0]).removeprefix('torch.')} on both sides)"
+    return "", "neither side keeps the type of what the point is made of"
+
+
+def _given(case: Case, side: Trace) -> list[torch.dtype]:
+    """The types of the point's inputs on one side, as recorded; those that are fp32 anyway and ids left out."""
+    parts = [name for name in case.point.parents if name in side.recorded and name.rsplit(".", 1)[-1] not in _WIDE]
+    kinds = [getattr(torch, str(side.recorded[name]["dtype"])) for name in parts]
+    return [kind for kind in kinds if kind.is_floating_point]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from tio_megatron.contract.messages import shown
+from tio_megatron.verify.doctor.defaults import MEGATRON_NAMES
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.models import Model
 from tio_megatron.verify.doctor.options import FLAGS, TOPIC
@@ -85,8 +86,8 @@ def check(trainer: Running, rollout: Running, model: Model) -> Iterator[Finding]
 
 
 def same_model(run: Running, model: Model) -> Iterator[Finding]:
-    """Sizes and constants that Megatron-LM takes from its arguments, and vLLM from the model's folder."""
-    if run.kind not in ("megatron-lm", "transformer-config") or run.get("use_checkpoint_args"):
+    """Sizes and constants that Megatron-LM takes from its arguments, verl's overrides lay over its own, and vLLM reads in the model's folder."""
+    if run.kind == "words" or (run.kind == "megatron-lm" and run.get("use_checkpoint_args")):
         return
     shape = model.shape
     wanted: dict[str, object] = {
@@ -105,12 +106,13 @@ def same_model(run: Running, model: Model) -> Iterator[Finding]:
         "moe_router_pre_softmax": False if shape.experts else None,
         "untie_embeddings_and_output_weights": not shape.tied,
     }
-    sizes_are_written = "num_layers" in run.written and "hidden_size" in run.written
+    sizes_are_written = run.kind != "verl" and "num_layers" in run.written and "hidden_size" in run.written
+    written = laid_over(run) if run.kind == "verl" else run.written  # verl makes all others of the model's config.json
     for name, theirs in wanted.items():
         ours = run.get(name)
         if ours is None or (theirs is None and name != "num_moe_experts"):
             continue
-        if name not in run.written and not sizes_are_written:
+        if name not in written and not sizes_are_written:
             continue  # the sizes come from elsewhere (a checkpoint's arguments), and so may this
         if ours == theirs or (isinstance(ours, int | float) and isinstance(theirs, int | float) and math.isclose(ours, theirs, rel_tol=1e-9)):
             continue
@@ -129,6 +131,11 @@ def same_function(run: Running) -> Iterator[Finding]:
         yield Finding("bad", TOPIC, f"trainer: {name} = {shown(run[name])}: {why}: another function", f"leave it out ({' or '.join(map(repr, fine[:2]))})")
 
 
+def laid_over(run: Running) -> frozenset[str]:
+    """Names in verl's ``override_transformer_config``, as megatron-core spells them."""
+    return frozenset(MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ()))
+
+
 def _everywhere(frequency: object) -> bool:
     """Megatron-LM takes a list too, as text: ``[1]*48``, ``([1]*24+[1]*24)``; without a 0 in it every layer has experts."""
     digits = re.sub(r"\*\s*\d+", "", str(frequency))
@@ -137,7 +144,7 @@ def _everywhere(frequency: object) -> bool:
 
 def same_vocabulary(run: Running, model: Model) -> Iterator[Finding]:
     """How many rows the trainer's softmax is over: those that count, and what there is room for."""
-    if run.kind not in ("megatron-lm", "transformer-config"):
+    if run.kind == "words":
         return
     rows, place = run.get("tio_vocab_size"), "tio_vocab_size"
     if rows is None:

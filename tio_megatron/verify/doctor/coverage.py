@@ -105,7 +105,7 @@ def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:
 
 
 def _of_vllm(name: str) -> bool:
-    more = {*defaults.VLLM_ENGINE, *ROLLOUT, "tp", "pp", "dp", "ep", "tensor_parallel", "expert_parallel_size", "tensor_model_parallel_size"}
+    more = {*defaults.VLLM_ENGINE, *ROLLOUT, "tp", "tensor_parallel", "expert_parallel_size", "tensor_model_parallel_size"}
     return any(name in known for known in (vllm_names.JUDGED, vllm_names.NEUTRAL, vllm_names.SERVER, LAUNCHER, more))
 
 

@@ -107,6 +107,8 @@ ROLLOUT = {
     "kv_transfer_config": ("keys and values from elsewhere are not covered", "leave it out"),
 }
 """vLLM arguments that must be off: why, and what works."""
+SIZES = ("pipeline_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+"""Of vLLM and of verl's rollout, that must be 1."""
 
 
 def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
@@ -122,9 +124,10 @@ def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
     if run.kind == "verl" and run.get("name", "vllm") != "vllm":
         yield Finding("bad", TOPIC, f"rollout: verl's rollout is {run['name']!r}: only vLLM has layers here", "actor_rollout_ref.rollout.name=vllm")
     for name, (why, works) in ROLLOUT.items():
-        if run.get(name) not in OFF:
-            yield Finding("bad", TOPIC, f"rollout: {name} = {run[name]!r}: {why}", works)
-    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        written = [key for key in sorted(run.written) if key.startswith(f"{name}.")]  # --speculative-config.model x
+        for key in [name] if run.get(name) not in OFF else written[:1]:
+            yield Finding("bad", TOPIC, f"rollout: {key} = {run[key]!r}: {why}", works)
+    for name in SIZES:
         if run.get(name) not in (*OFF, 1):
             more = "; start one engine per replica" if name == "data_parallel_size" else ""
             yield Finding("bad", TOPIC, f"rollout: {name} = {run[name]!r} is not covered", f"1 would work{more}")

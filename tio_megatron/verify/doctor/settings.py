@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from tio_megatron.contract.messages import cut
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running, vllm_names
+from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
 from tio_megatron.verify.strict_yaml import read_yaml
 
@@ -50,8 +50,6 @@ VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm
 """How a verl launch script writes a setting."""
 WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
-LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
-"""Arguments that take several words."""
 MOST_BYTES = 4 << 20
 
 TRAINER_NAMES = {
@@ -183,10 +181,12 @@ def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind]:
 
 def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
     """Of a command line or a script: verl's overrides where there are some, else arguments."""
-    words = _split(text, source)
+    words = split(text, source)
     pairs = [found.groups() for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
     if not pairs:
-        return _arguments(words), "megatron-lm" if side == "trainer" else "vllm"
+        if side == "trainer":
+            return arguments(words), "megatron-lm"
+        return arguments(words, vllm_names.SHORT, script=os.path.isfile(source)), "vllm"
     tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
     for way, value in pairs:  # the last of a repeated name holds, as in Hydra
         *parents, name = way.split(".")
@@ -196,7 +196,7 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
             if not isinstance(below, dict):
                 below = here[parent] = {}
             here = below
-        here[name] = _value(value.strip("'\""))
+        here[name] = value_of(value.strip("'\""))
     return _tree(tree, side, source)
 
 
@@ -273,51 +273,6 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
         if name not in found:
             found[name], places[name] = value, ".".join(way)
     return found
-
-
-def _split(text: str, source: str) -> list[str]:
-    try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
-
-
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """``--name value``, ``--name=value`` and ``--flag``; of a script, everything that looks so. The last of a repeated name holds, as in argparse."""
-    found: dict[str, Any] = {}
-    for index, word in enumerate(words):
-        if not re.match(r"--[A-Za-z]", word):
-            short = re.fullmatch(r"-(tp|pp|ep|dp)", word)  # vLLM's
-            if short is None:
-                continue
-            word = f"--{short[1]}"
-        name, given, value = word[2:].partition("=")
-        if not given and index + 1 < len(words) and not words[index + 1].startswith("-"):
-            value, given = words[index + 1], "="
-        name = name.replace("-", "_")
-        if name in LISTS:
-            more = [value] if given else []
-            for further in words[index + 2 :] if given == "=" and "=" not in word else ():
-                if further.startswith("-"):
-                    break
-                more.append(further)
-            found[name] = _value(more[0]) if len(more) == 1 else [_value(one) for one in more]
-        elif not given and name.startswith("no_"):
-            found[name[3:]] = False
-        else:
-            found[name] = _value(value) if given else True
-    return found
-
-
-def _value(text: str) -> Any:
-    """A number, truth value or list as YAML reads it; else the text. YAML takes 1e-6, which has no point, for text."""
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
-        return float(text)
-    try:
-        value = read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    return value if isinstance(value, bool | int | float | list) or value is None else text
 
 
 def _whole(settings: Mapping[str, Any], name: str) -> int | None:

@@ -89,6 +89,33 @@ kda_prefill_backend kda_decode_backend enable_log_requests disable_log_requests
 )
 """Names, memory, time, logs, and parts of models that are not covered."""
 
+SHORT: dict[str, str] = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "q": "quantization",
+    "O": "optimization_level",
+    "cc": "compilation_config",
+    "ac": "attention_config",
+    "sc": "speculative_config",
+    "dc": "diffusion_config",
+    "n": "nnodes",
+    "r": "node_rank",
+    "dpn": "data_parallel_rank",
+    "dpr": "data_parallel_start_rank",
+    "dpl": "data_parallel_size_local",
+    "dpa": "data_parallel_address",
+    "dpp": "data_parallel_rpc_port",
+    "dpb": "data_parallel_backend",
+    "dph": "data_parallel_hybrid_lb",
+    "dpe": "data_parallel_external_lb",
+    "dpm": "data_parallel_multi_port_external_lb",
+}
+"""Options with one dash, by what they are short for. ``-O3`` and ``-cc.mode=3`` are written without a space."""
+
 SERVER = frozenset(
     """
 host port uds uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints allow_credentials allowed_origins allowed_methods

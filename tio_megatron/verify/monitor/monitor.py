@@ -68,7 +68,7 @@ class Monitor:
         self._most_bundles = most_bundles
         self._events = EventFile(self.folder)
 
-    def step(self, step: int, *, tokens: Any, trainer: Any, rollout: Any, mask: Any = None, **more: float) -> Numbers:
+    def step(self, step: int, *, tokens: Any, trainer: Any, rollout: Any, mask: Any = None, **more: Any) -> Numbers:
         """Compare a step's log-probabilities, write the numbers, and act on a breach.
 
         Args:
@@ -77,20 +77,24 @@ class Monitor:
             trainer: the trainer's log-probabilities of them, fp32, before any update of this step's weights.
             rollout: the rollout's.
             mask: which tokens count.
-            more: further numbers of the step (reward, loss), written beside.
+            more: further numbers of the step (reward, loss), written beside: plain ones, or tensors and arrays of one element.
 
         Returns:
             What was written: ``logdiff_max``, ``logdiff_mean``, ``logdiff_nonzero``, ``kl_k1``, ``kl_k3``, ``ratio_min``, ``ratio_max``, ``tokens``,
             ``nonfinite`` (tokens with a NaN or infinite log-probability on a side, counted in nothing else), and ``more``.
 
         Raises:
-            ValueError: shapes or types that do not fit.
+            ValueError: shapes or types that do not fit, or one of ``more`` that is no number or named like one of the monitor's.
             LogdiffError: above ``stop_above``, or not finite; a bundle has been written.
             OSError: the folder cannot be written.
         """
+        further = {name: _number(name, value) for name, value in more.items()}
+        step = int(step)
         sides = pair(tokens, trainer, rollout, mask)
         found = _numbers(sides)
-        numbers: Numbers = {**found, **more}
+        if taken := sorted(found.keys() & further):
+            raise ValueError(f"monitor: {', '.join(taken)} is a number of the monitor's own; give it another name")
+        numbers: Numbers = {**found, **further}
         line = {"step": step, **{name: _plain(value) for name, value in numbers.items()}}
         append_line(self.folder / "metrics.jsonl", json.dumps(line, allow_nan=False).encode() + b"\n")
         self._events.add(step, {f"tio/{name}": float(value) for name, value in numbers.items()})
@@ -107,7 +111,7 @@ class Monitor:
         warnings.warn(said, LogdiffWarning, stacklevel=2)
         return numbers
 
-    def verl(self, step: int, batch: Any, **more: float) -> Numbers:
+    def verl(self, step: int, batch: Any, **more: Any) -> Numbers:
         """:meth:`step` of a verl ``DataProto`` that holds ``old_log_probs`` and ``rollout_log_probs`` (``actor_rollout_ref.rollout.calculate_log_probs``).
 
         Raises:
@@ -147,6 +151,17 @@ def _numbers(sides: Sequence[Side]) -> Numbers:
         "tokens": found.tokens,
         "nonfinite": nonfinite,
     }
+
+
+def _number(name: str, value: Any) -> float | int:
+    """A number of ``more`` as a plain one: a mean in a training loop is a tensor, or numpy's."""
+    shape = tuple(getattr(value, "shape", ()))
+    if hasattr(value, "item") and math.prod(shape) == 1:
+        value = value.item()
+    if isinstance(value, int | float):
+        return value
+    what = f"{type(value).__name__} of shape {shape}" if shape else repr(value)[:60]
+    raise ValueError(f"monitor: {name} is {what}, no number; one number a step would work, such as its mean")
 
 
 def _plain(value: float | int) -> float | int | None:
