@@ -49,7 +49,7 @@ def routing_rules(case: Case) -> Iterator[Rule]:
 
         kind = "none" if normalise == "none" else "sum is 1"
         axes = {"router-softmax": place, "router-normalise": kind, "router-sum-order": normalise, "router-dtype": f"logits {logits_type}, output {output}"}
-        return Rule(axes, compute)
+        return Rule(axes, compute, frozenset({"router-sum-order"} if normalise == "none" else ()))
 
     sums = ("library", "by ascending id", "by descending probability", "by ascending probability", "reciprocal", "fp64")
     for output in _NARROW:

@@ -35,7 +35,8 @@ FINE = frozenset(
 
 @dataclass(frozen=True)
 class Rule:
-    """``axes`` say what the rule does; ``compute`` gives its rows (those of the case), in any type; they are rounded to the side's type."""
+    """``axes`` say what the rule does; ``compute`` gives its rows (those of the case), in any type; they are rounded to the side's type. ``neutral``: axes
+    that mean nothing here (the order of a sum that is not taken), in which it differs from no other rule."""
 
     axes: dict[str, str]
     compute: Callable[[], torch.Tensor]
@@ -43,7 +44,7 @@ class Rule:
 
     def against(self, other: Rule) -> list[str]:
         """Axes in which two rules differ."""
-        return [name for name in self.axes if self.axes[name] != other.axes.get(name) and name not in self.neutral]
+        return [name for name in self.axes if self.axes[name] != other.axes.get(name) and name not in self.neutral | other.neutral]
 
 
 @dataclass(frozen=True)
