@@ -60,11 +60,12 @@ def rank_main(case: dict[str, Any]) -> None:
 
 
 def _told(go: bool | None) -> bool:
+    import torch
     import torch.distributed as dist
 
-    box = [go]
-    dist.broadcast_object_list(box, src=0)
-    return bool(box[0])
+    word = torch.tensor(int(bool(go)))
+    dist.broadcast(word, src=0)
+    return bool(word)
 
 
 def _engine(case: dict[str, Any]) -> Any:
