@@ -6,9 +6,12 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from examples.qwen3_moe.npu_recipe import RECIPES, command, environment
+from tio_megatron.cli import app
 from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import read
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.integrations.npu_switches import SWITCHES
 from tio_megatron.integrations.vllm.ascend import refusals, seam
@@ -142,6 +145,14 @@ def test_a_family_runs_on_its_own_device_alone(monkeypatch):
     for device in ("cpu", "cuda", "npu"):
         held = examine(model="Qwen3-30B-A3B", trainer="tp2+ep8", rollout="tp4+ep", device=device).fit.contract
         assert FAMILIES[held.family].device == device
+
+
+def test_a_plan_writes_a_contract_of_the_devices_family(tmp_path):
+    given = ["plan", "--model", "Qwen3-30B-A3B", "--trainer", "tp2+ep8", "--rollout", "tp4+ep", "--out", str(tmp_path / "contract.json")]
+    for device in ("cpu", "cuda", "npu"):
+        assert CliRunner().invoke(app, [*given, "--device", device]).exit_code == 0
+        assert FAMILIES[read(str(tmp_path / "contract.json")).contract.family].device == device
+    assert CliRunner().invoke(app, [*given, "--device", "tpu"]).exit_code == 2
 
 
 def test_the_contract_of_the_environment_is_the_one_that_is_looked_at(monkeypatch):
