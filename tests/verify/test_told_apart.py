@@ -1,25 +1,14 @@
 """Causes that look alike from afar: each is named, or ``unknown`` with the reason, and never taken for its neighbour."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from faults import examine
 from planted_model import Plan, weights_of
-from planted_variants import attending, norm_place, norm_step
+from planted_pair import planted
+from planted_variants import attending, norm_step
 from planting import BF16, FP32, Draw, Stage
 
 SEEDS = (1, 2)
-
-
-def planted(folder, seed, plan, **more):
-    """One pair with ``plan(draw, sizes) -> (place, Plan)``: (finding, place, the side drawn)."""
-    draw = Draw(400 + seed)
-    sizes = draw.sizes(**more)
-    stage = Stage(folder, draw)
-    place, wrong = plan(draw, sizes)
-    stage.both(sizes, draw.sequences(sizes, 24, 40, count=3), wrong)
-    return examine(folder), place, stage.faulty
 
 
 def two_weights(folder, seed, change, **more):
@@ -274,41 +263,3 @@ def test_token_ids_that_look_up_other_rows(kind, seed, tmp_path):
 
     found, place, side = planted(tmp_path, seed, plan)
     assert (found.cause, found.point, found.side) == ("embedding-row", place, side), found
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_of_two_models_in_two_types_neither_is_wrong(seed, tmp_path):
-    """The same checkpoint in bf16 and in fp32: only its dtype says which one was meant."""
-    draw = Draw(560 + seed)
-    sizes = draw.sizes(dtype=BF16)
-    weights = weights_of(sizes, seed)
-    wide = {name: weight.float() for name, weight in weights.items()}
-    Stage(tmp_path, draw).both(sizes, draw.sequences(sizes), Plan(), weights=weights, wrong_weights=wide, wrong_sizes=replace(sizes, dtype=FP32))
-    found = examine(tmp_path)
-    assert (found.cause, found.point, found.side) == ("dtype", "layers.0.attn_norm", ""), found
-    assert "the checkpoint's dtype decides" in found.side_reason, found
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_the_side_of_another_type_is_the_one_that_changes_it(dtype, seed, tmp_path):
-    def plan(draw, sizes):
-        place = draw.choice([norm_place(draw, sizes), f"layers.{draw.layer(sizes)}.{draw.choice(['o_proj', 'v_proj', 'attn'])}"])
-
-        def step(model, usual, **inputs):
-            held, model.sizes = model.sizes, replace(model.sizes, dtype=FP32 if dtype == BF16 else BF16)
-            try:
-                return usual()
-            finally:
-                model.sizes = held
-
-        return place, Plan(steps={place: step})
-
-    found, place, side = planted(tmp_path, seed, plan, dtype=dtype)
-    assert (found.cause, found.point, found.side) == ("dtype", place, side), found
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_logits_in_bf16_are_the_side_that_departs(seed, tmp_path):
-    found, place, side = planted(tmp_path, seed, lambda draw, sizes: ("logits", Plan(steps={"logits": lambda model, usual, **_: usual().to(BF16)})), dtype=BF16)
-    assert (found.cause, found.point, found.side) == ("dtype", place, side), found
