@@ -12,6 +12,7 @@ from tio_megatron.collectives import plan, wire
 from tio_megatron.collectives.choose import schedule_for, switch_bytes
 from tio_megatron.collectives.program import cut
 from tio_megatron.contract import Node, ReductionTree
+from tio_megatron.contract.messages import shown
 
 MOST_RANKS = {"doubling": 1024, "scatter": 1024, "ring": 128}
 """Every rank's plan is made here to say which is the busiest: more ranks would take minutes."""
@@ -65,7 +66,7 @@ def explain(
         schedule: as in :func:`~tio_megatron.collectives.all_reduce`.
 
     Raises:
-        ValueError: ``dtype`` is not fp32, an unknown schedule, a size below 1 or above :data:`MOST_RANKS`, a negative length.
+        ValueError: ``dtype`` is not fp32, an unknown schedule, a size below 1 or above :data:`MOST_RANKS`, a length that is negative or no whole number.
 
     >>> print(explain(4, [64, 64]))
     all_reduce of [64, 64] float32 (16.0 KiB a rank) over 4 ranks
@@ -82,6 +83,8 @@ def explain(
     size = group_or_size if isinstance(group_or_size, int) else wire.place(group_or_size)[1]
     if size < 1:
         raise ValueError(f"explain: a group has at least one rank, got {size}")
+    if isinstance(shape, str) or any(type(length) is not int for length in shape):
+        raise ValueError(f"explain: a shape is a list of whole numbers, got {shown(shape)}")
     if any(length < 0 for length in shape):
         raise ValueError(f"explain: a shape has no negative length, got {list(shape)}")
     out = torch.float32 if out_dtype is None else out_dtype

@@ -189,6 +189,12 @@ def test_check_names_leaves_that_do_not_divide():
     [
         (lambda: Layout(tp=0), "tp must be at least 1"),
         (lambda: Layout(etp=0), "etp must be at least 1"),
+        (lambda: Layout(tp="2"), "layout: tp must be a whole number, got '2'"),
+        (lambda: Layout(tp=True), "layout: tp must be a whole number, got True"),
+        (lambda: Layout(etp=2.0), "layout: etp must be a whole number, got 2.0"),
+        (lambda: Layout(tp=2, sp=1), "layout: sp must be True or False, got 1"),
+        (lambda: Layout.for_vllm(tp="2", dp=2), "layout: tp must be a whole number, got '2'"),
+        (lambda: Layout.for_vllm(expert_parallel="no"), "expert_parallel must be True or False, got 'no'"),
         (lambda: Layout(sp=True), "needs tp of at least 2"),
         (lambda: dataclasses.replace(MOE, top_k=129), "top_k 129 must be between 1 and the number of experts 128"),
         (lambda: dataclasses.replace(MOE, kv_heads=5), "32 query heads are not a multiple of 5"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tio_megatron import collectives
+from tio_megatron.collectives import explain
 from tio_megatron.contract import VocabOrder
 from tio_megatron.integrations.vllm import engine_options
 from tio_megatron.layers.attention import attention
@@ -58,6 +59,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "very many ranks": (lambda: collectives.explain(10**9, [4]), "explain: 1000000000 ranks; plans of doubling are made for up to 1024"),
     "many ranks in a ring": (lambda: collectives.explain(129, [4], schedule="ring"), "plans of ring are made for up to 128"),
     "no ranks of vLLM": (lambda: engine_options(tp=0), "tp is 0; expected a whole number of ranks, at least 1"),
+    "ranks that no leaves fall to": (lambda: engine_options(tp=3), "tp is 3, which does not divide the contract's cuts.attn_row"),
+    "a milliard ranks": (lambda: engine_options(tp=10**9), "tp is 1000000000, which does not divide the contract's"),
+    "a shape of words": (lambda: explain(4, ["a"]), "explain: a shape is a list of whole numbers, got ['a']"),
     "ranks in words": (lambda: engine_options(tp="x"), "tp is 'x'"),
 }
 

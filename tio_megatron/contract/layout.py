@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tio_megatron.contract.messages import shown
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -13,7 +15,7 @@ class Layout:
     parallelism. ``etp`` defaults to ``tp`` divided among nothing, as in Megatron: the same as ``tp``.
 
     Raises:
-        ValueError: a size below 1, or sequence parallelism without tensor parallelism.
+        ValueError: a size that is no whole number of at least 1, ``sp`` that is neither True nor False, or sequence parallelism without tensor parallelism.
 
     >>> str(Layout(tp=2, ep=2, etp=1, sp=True))
     'TP 2 EP 2 ETP 1 SP'
@@ -28,11 +30,16 @@ class Layout:
     dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "pp", "cp", "dp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"layout: {name} must be at least 1, got {getattr(self, name)}")
-        if self.etp is not None and self.etp < 1:
-            raise ValueError(f"layout: etp must be at least 1, got {self.etp}")
+        for name in ("tp", "ep", "etp", "pp", "cp", "dp"):
+            size = getattr(self, name)
+            if size is None and name == "etp":
+                continue
+            if type(size) is not int:  # True would print as a size
+                raise ValueError(f"layout: {name} must be a whole number, got {shown(size)}")
+            if size < 1:
+                raise ValueError(f"layout: {name} must be at least 1, got {shown(size)}")
+        if type(self.sp) is not bool:
+            raise ValueError(f"layout: sp must be True or False, got {shown(self.sp)}")
         if self.sp and self.tp == 1:
             raise ValueError("layout: sequence parallelism (sp) needs tp of at least 2")
 
@@ -48,6 +55,11 @@ class Layout:
         >>> str(Layout.for_vllm(tp=2, expert_parallel=True))
         'TP 2 EP 2 ETP 1'
         """
+        for name, size in (("tp", tp), ("dp", dp)):
+            if type(size) is not int:
+                raise ValueError(f"layout: {name} must be a whole number, got {shown(size)}")
+        if type(expert_parallel) is not bool:
+            raise ValueError(f"layout: expert_parallel must be True or False, got {shown(expert_parallel)}")
         return cls(tp=tp, ep=tp * dp, etp=1, dp=dp) if expert_parallel else cls(tp=tp, etp=tp, dp=dp)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
+from tio_megatron.contract.messages import shown
 from tio_megatron.integrations.vllm import platforms
 from tio_megatron.integrations.vllm.ascend import seam
 
@@ -33,7 +34,8 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
         others: passed on; ``additional_config`` is added to.
 
     Raises:
-        ValueError: ``tp`` is no whole number of at least 1, another option is not what it must be or is not the caller's, or the contract cannot be read.
+        ValueError: ``tp`` is no whole number of at least 1 or does not divide the contract's leaves; another option is not what it must be or is not the
+            caller's; or the contract cannot be read.
 
     >>> engine_options(tp=2, max_model_len=512)["tensor_parallel_size"]
     2
@@ -47,7 +49,11 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
     given = others.pop("additional_config", {})
     if not isinstance(given, dict):
         raise ValueError(f"engine_options: additional_config is {given!r}; expected a dictionary")
-    additional = {**given, "tio_contract": read(contract).contract.to_dict()}
+    order = read(contract).contract
+    if wrong := [f"cuts.{axis} = {leaves}" for axis in ("attn_row", "vocab") if (leaves := getattr(order.cuts, axis)) % tp]:
+        works = [size for size in range(1, order.cuts.vocab + 1) if order.cuts.attn_row % size == 0 == order.cuts.vocab % size]
+        raise ValueError(f"engine_options: tp is {shown(tp)}, which does not divide the contract's {' and '.join(wrong)}; tp in {works} would work")
+    additional = {**given, "tio_contract": order.to_dict()}
     options: dict[str, Any] = {
         "worker_cls": platforms.worker(),
         "scheduler_cls": SCHEDULER,
