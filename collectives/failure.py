@@ -228,7 +228,7 @@ def _silence(rank: int, who: Who | None, state: str, asked: bool = True) -> str:
         return f"rank {rank} does not answer (it has not come to any collective yet)"
     at = f"pid {who.pid} on {who.host}"
     if state == "gone":
-        return f"rank {rank} has died ({at})" if asked else f"rank {rank} has died or ended early ({at})"
+        return f"rank {rank} has ended or died ({at})"
     if state == "stopped":
         return f"rank {rank} is stopped ({at}; by SIGSTOP or a debugger)"
     if state == "running":

@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,15 @@ from examples.qwen3_moe.consistency_options import BATCH, ConsistencyOptions, mo
 from examples.qwen3_moe.entry import enter
 
 if TYPE_CHECKING:
-    from examples.qwen3_moe.screen import Screen
+    from examples.qwen3_moe.screen import Advance, Screen
     from examples.qwen3_moe.training import Training
     from examples.qwen3_moe.world import World
     from tio_megatron.checkpoint import Weights
     from tio_megatron.contract import Contract
 
 ALONE_SECONDS = 900
+LINE_SECONDS = 20.0
+"""Between two lines of a long training, where no terminal shows a bar."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,9 +58,9 @@ def _work(options: ConsistencyOptions, world: World, screen: Screen) -> int:
 
     weights, digests = tiny_weights(model()), {}  # by its seed the same wherever it is made: hosts need no common file system
     for words in options.layouts:
-        with screen.step(words) as note:
-            digests[words] = trained(weights, words, options.steps, None if options.stock else options.contract)
-            note(digests[words])
+        with screen.bar(words, options.steps) as advance:
+            digests[words] = trained(weights, words, options.steps, None if options.stock else options.contract, _told(words, options.steps, advance, screen))
+            advance(options.steps, digests[words])
     expect = options.expect or (digests[options.layouts[0]] if world.size == 1 else world.from_first(lambda: _alone(options)))
     same = sum(digest == expect for digest in digests.values())
     what = "weights, Adam's moments and log-probabilities" if not options.stock else "stock, weights and Adam's moments"
@@ -81,14 +84,31 @@ def _soak(options: ConsistencyOptions, world: World, screen: Screen, places: str
     return 0 if not wrong else 1
 
 
-def trained(weights: Weights, words: str, steps: int, contract: Contract | None) -> str:
-    """One digest of everything trained in a layout over all ranks and (under the contract) of log-probabilities afterwards; the ranks agree on it."""
+def _told(words: str, steps: int, advance: Advance, screen: Screen) -> Callable[[int], None]:
+    """What is shown after each step: the bar on a terminal, elsewhere a line now and then."""
+    last = [time.monotonic()]
+
+    def told(done: int) -> None:
+        advance(done, "")
+        if not screen.console.is_terminal and time.monotonic() - last[0] > LINE_SECONDS:
+            last[0] = time.monotonic()
+            screen.say(f"{words}: step {done} of {steps}")
+
+    return told
+
+
+def trained(weights: Weights, words: str, steps: int, contract: Contract | None, told: Callable[[int], None] = lambda done: None) -> str:
+    """One digest of everything trained in a layout over all ranks and (under the contract) of log-probabilities afterwards; the ranks agree on it.
+
+    ``told`` is called after each step with how many are done.
+    """
     from examples.qwen3_moe.training import Recipe, Training
     from examples.qwen3_moe.training import parse as cut
 
     run = Training(Recipe(weights, steps=steps, samples=BATCH, warmup=1, lr=5e-3), cut(words), contract)
-    for _ in range(steps):
+    for done in range(1, steps + 1):
         run.step()
+        told(done)
     made = run.sha256()
     if contract is not None:
         made = hashlib.sha256(f"{made} {_scored(run)}".encode()).hexdigest()

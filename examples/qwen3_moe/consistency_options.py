@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   bash launch/qwen3_moe.sh consistency --soak 600                             ten minutes of collectives: pull a cable, and see who is told what
 
 exit status: 0 every layout trains to the bytes of one process and every sum is the contract's; 1 something is not, or failed; 2 the input is bad;
-130 interrupted. Nothing is written: the model is made by each rank, so hosts need no common file system."""
+130 interrupted. Nothing is left on disk (the launcher's folder in TMPDIR is removed): each rank makes the model, so hosts need no common file system."""
 
 LAYOUTS = {1: ("tp1",), 2: ("tp2+ep2", "ep2", "pp2"), 4: ("tp4+ep4", "tp2+dp2+ep4", "pp2+tp2+ep2")}
 """What is trained when nothing else is said, by the number of ranks."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from examples.qwen3_moe.world import World
     from tio_megatron.contract import Contract
 
+_TORCHS = "/torch/distributed/distributed_c10d.py"
 PAUSE = 1.5
 """Seconds in which torchrun has noticed that a rank of its host has gone."""
 
@@ -84,7 +85,7 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
             failure.leave(error)
             return ending.refuse(error)
         if failure.lost_others(error):  # of a collective that is not ours
-            error = failure.explained(error, "a collective of torch's")
+            error = failure.explained(error, collective_of(error))
         if isinstance(error, failure.CollectiveError):
             # One line says it, and the missing rank's own is better: torchrun ends this rank in a moment if it was one of this host.
             if error.waited < failure.patience():
@@ -113,6 +114,15 @@ def _in_a_world(options: Any, first: bool, work: Work) -> int:
         ending.ignore_signals()
         if world is not None:
             world.close()
+
+
+def collective_of(error: BaseException) -> str:
+    """Words for the collective of torch's that an error comes from, by its frames: its name where it was called, and who called it or waited for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame.name for frame in frames if frame.filename.endswith(_TORCHS)]
+    callers = [frame for frame in frames if "/torch/distributed/" not in frame.filename]
+    what = f"torch's {inside[0]}" if inside else "a collective of torch's"
+    return f"{what} (in {callers[-1].name} of {Path(callers[-1].filename).name}:{callers[-1].lineno})" if callers else what
 
 
 def prepared(options: Options, until: contextlib.ExitStack) -> tuple[Contract, list[Stage], Path]:

@@ -37,11 +37,12 @@ def place(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def check_threads(environ: Mapping[str, str]) -> None:
-    """Refuse ``OMP_NUM_THREADS`` that is no number. To be called before torch is imported: the library of its threads would say so in words of its own.
+    """Refuse ``OMP_NUM_THREADS`` that is no number of threads. To be called before torch is imported, whose library of threads
+    would say so in words of its own.
 
     Raises:
         ValueError: names it.
     """
     threads = environ.get("OMP_NUM_THREADS", "")
-    if threads and not (threads.isascii() and threads.isdecimal() and len(threads) < 9 and int(threads) <= MOST_THREADS):
-        raise ValueError(f"OMP_NUM_THREADS must be a whole number of threads, at most {MOST_THREADS}, got {shown(threads)}")
+    if threads and not (threads.isascii() and threads.isdecimal() and len(threads) < 9 and 1 <= int(threads) <= MOST_THREADS):
+        raise ValueError(f"OMP_NUM_THREADS must be a whole number of threads, from 1 to {MOST_THREADS}, got {shown(threads)}")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from examples.qwen3_moe import ending, hosts
+from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.pulse import Pulse
 from examples.qwen3_moe.starts import begin, begun, name_of_start, store_at
 from tio_megatron.checkpoint import CheckpointError
@@ -143,6 +144,10 @@ def join(limit: timedelta) -> Store:
     Raises:
         DistError, ValueError: a rank has not come within ``limit``, or cannot be reached.
     """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            where = "torchrun sets both; or unset RANK, and the launch script starts the ranks itself"
+            raise InputProblem(f"RANK={os.environ['RANK']} is set and {name} is not: {where}", everywhere=True)
     choose_interface()
     _find_first()
     held = _first_listens(limit)

@@ -59,7 +59,7 @@ def test_killed_in_each():
     for victim in (0, 2):
         under_way = {name: World(SIZE, call, victim, "kill", EXCHANGES[name]) for name, call in CALLS.items()}
         for name, found in under_way.items():
-            check(name, found.ended(), victim, f"rank {victim} has died")
+            check(name, found.ended(), victim, f"rank {victim} has ended or died")
 
 
 def test_stopped_in_each():
@@ -81,7 +81,7 @@ def test_killed_in_the_middle_of_the_bytes():
     def work(rank):
         collectives.all_reduce(torch.ones(2 << 20), world(), schedule="scatter")
 
-    check("all_reduce (scatter", World(SIZE, work, 1, "kill", after=0.01).ended(), 1, "rank 1 has died")
+    check("all_reduce (scatter", World(SIZE, work, 1, "kill", after=0.01).ended(), 1, "rank 1 has ended or died")
 
 
 def test_who_lost_only_the_messenger_names_the_missing():
@@ -99,7 +99,7 @@ def test_who_lost_only_the_messenger_names_the_missing():
 
     ended = World(4, work, 3, "kill").ended()
     assert {found.missing for found in ended.values()} == {(3,)}, ended
-    assert "over ranks 0, 2: rank 2 has left: all_reduce (doubling, exchange 1 of 1) over ranks 2, 3: rank 3 has died" in ended[0].text, ended
+    assert "over ranks 0, 2: rank 2 has left: all_reduce (doubling, exchange 1 of 1) over ranks 2, 3: rank 3 has ended or died" in ended[0].text, ended
 
 
 def test_a_late_rank_is_told_that_the_others_gave_up():

@@ -55,7 +55,12 @@ def start(harm, victim):
     return [subprocess.Popen(command, env=kept | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=pipe, stderr=pipe, text=True) for rank in range(3)]
 
 
-CASES = [("SIGKILL", 0, "rank 0 has died"), ("SIGSTOP", 0, "rank 0 is stopped"), ("SIGKILL", 2, "rank 2 has died"), ("SIGSTOP", 2, "rank 2 is stopped")]
+CASES = [
+    ("SIGKILL", 0, "rank 0 has ended or died"),
+    ("SIGSTOP", 0, "rank 0 is stopped"),
+    ("SIGKILL", 2, "rank 2 has ended or died"),
+    ("SIGSTOP", 2, "rank 2 is stopped"),
+]
 
 
 @pytest.fixture(scope="module")
