@@ -44,7 +44,7 @@ class Screen:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:  # else rich ends it with an empty line
             task = progress.add_task(name, total=total, note="")
 
             def advance(done: int, note: str = "") -> None:
