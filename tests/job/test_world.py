@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
+TOGETHER = b"together\n"
 PROGRAM = """
 import os, signal, sys, time
 from examples.qwen3_moe.ending import leave
@@ -21,6 +22,7 @@ from tio_megatron.collectives import CollectiveError
 harm, victim = sys.argv[1], int(sys.argv[2])
 world = World()
 assert world.from_first(lambda: 7) == 7
+print("together", flush=True)
 time.sleep(1)
 began = time.monotonic()
 
@@ -65,13 +67,24 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def worlds():
-    """All at once, since they wait most of the time. With rank 0 goes the store, which it holds when there is no torchrun."""
-    started = {(harm, victim): start(harm, victim) for harm, victim, _ in (*CASES, ("long", 0, ""))}
-    yield started
-    for processes in started.values():
-        for process in processes:
-            process.kill()
-            process.communicate()
+    """Each begins when the one before is together, so that a slow machine starts three at a time; from there on they wait, side by side.
+
+    With rank 0 goes the store, which it holds when there is no torchrun.
+    """
+    started = {}
+    try:
+        for harm, victim, _ in (*CASES, ("long", 0, "")):
+            started[harm, victim] = start(harm, victim)
+            for process in started[harm, victim]:
+                # No more than these bytes, past Python's buffers: communicate() would not see what they hold.
+                if (said := os.read(process.stdout.fileno(), len(TOGETHER))) != TOGETHER:
+                    raise AssertionError(f"{harm} of rank {victim}, before anything was done to it: {said!r} {process.stderr.read()}")
+        yield started
+    finally:
+        for processes in started.values():
+            for process in processes:
+                process.kill()
+                process.communicate()
 
 
 @pytest.mark.parametrize("harm, victim, says", CASES)
