@@ -50,7 +50,7 @@ def test_sample_is_the_same_again_and_is_a_recording(store, tmp_path):
 
 
 def test_import_reads_everything_before_it_writes(tmp_path):
-    good = {"prompts": [1], "responses": [2, 3], "rollout_log_probs": [-1.0, -2.0], "score": 1, "step": 1}
+    good = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0], "score": 1, "step": 1}
     (tmp_path / "1.jsonl").write_text(json.dumps(good) + "\n")
     status, said = tio("import", tmp_path, tmp_path / "store", "--weights", "abc")
     assert status == 0 and said.strip() == "1 batches, 1 rollouts imported; the store has 1 and 1"

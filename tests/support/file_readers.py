@@ -136,7 +136,8 @@ def _recording(kind: str) -> Callable[[Path], None]:
             lines = [json.dumps({"tokens": a, "logprobs": b}) for a, b in zip(tokens, logprobs, strict=True)]
             (folder / "r").write_text("\n".join(lines) + "\n")
         elif kind == "verl":
-            entry = {"input": "a", "output": "b", "score": 1.0, "step": 1, "prompts": [1], "responses": [5, 6, 0], "response_mask": [1, 1, 0]}
+            entry = {"input": "a", "output": "b", "score": 1.0, "step": 1, "prompts": [0, 1], "responses": [5, 6, 0]}
+            entry |= {"attention_mask": [0, 1, 1, 1, 0], "response_mask": [1, 1, 0]}
             (folder / "r").write_text((json.dumps(entry | {"rollout_log_probs": [-1.0, -0.5, 0.0]}) + "\n") * 2)
         else:
             flat = {"lengths": np.array([3, 2]), "tokens": np.array([5, 6, 7, 9, 9]), "logprobs": np.array([-1.0, -0.5, -1.25], dtype=np.float32)}
