@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.contract import family_sizes
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
@@ -172,8 +173,15 @@ class Contract:
             return LayoutProblem(where, f"cut into {parts} parts, but cuts.{axis} = {leaves} leaves", f"sizes {fits} would work{more}")
         return None
 
-    def problems(self, layout: Layout, model: ModelShape) -> Iterator[LayoutProblem]:
-        """Every product of ``model`` whose cut by ``layout`` does not fall on leaves, and every part that does not divide."""
+    def problems(self, layout: Layout, model: ModelShape, *, serving: bool = False) -> Iterator[LayoutProblem]:
+        """Every product of ``model`` whose cut by ``layout`` does not fall on leaves, every part that does not divide, and every size that the
+        family's kernels refuse.
+
+        Args:
+            layout: of the side that is built.
+            model: sizes.
+            serving: that side reads its keys from pages.
+        """
         m, tp, etp, ep = model, layout.tp, layout.expert_tp, layout.ep
         if m.heads % tp:
             yield LayoutProblem("attention", f"{m.heads} query heads do not divide by tp {tp}", f"tp in {_divisors(m.heads)} would work")
@@ -199,6 +207,8 @@ class Contract:
             yield LayoutProblem("vocabulary", f"cut into {tp} parts, but cuts.vocab = {self.cuts.vocab} runs", works)
         if m.layers % layout.pp:
             yield LayoutProblem("pipeline", f"{m.layers} layers do not divide by pp {layout.pp}", f"pp in {_divisors(m.layers)} would work")
+        for where, what, works in family_sizes.problems(self.family, layout, m, serving=serving):
+            yield LayoutProblem(where, f"family {self.family}: {what}", works)
 
     def check(self, layout: Layout, model: ModelShape) -> None:
         """Refuse a layout whose cuts do not fall on leaves.

@@ -202,3 +202,17 @@ def test_the_releases_of_an_npus_rollout_are_those_of_vllm_ascend(monkeypatch):
     del here["vllm-ascend"]
     assert bad("npu") == set() and any("vllm-ascend is not installed" in one.what for one in versions.check(device="npu"))
     assert seam.SUPPORTED["vllm"] == "0.23.0"
+
+
+@pytest.mark.parametrize("model, level", [("Qwen3-32B", "bad"), ("Qwen3-8B", "ok")])
+def test_a_model_that_the_familys_kernels_refuse_has_no_contract(model, level, tmp_path, monkeypatch):
+    """5120 columns are no power of two: its norms would be refused in the first forward."""
+    monkeypatch.delenv("TIO_CONTRACT", raising=False)
+    for contract in (None, '{"family": "npu-910b"}'):
+        found = examine(model=model, trainer="tp2", rollout="tp2", device="npu", contract=contract)
+        ours = [one for one in found.findings if one.topic == "contract"]
+        assert {one.level for one in ours} == {level} and ("5120" in ours[0].what) == (level == "bad") and not found.fit.nearest
+    out = tmp_path / "contract.json"
+    given = ["plan", "--model", model, "--trainer", "tp2", "--rollout", "tp2", "--out", str(out)]
+    assert CliRunner().invoke(app, [*given, "--device", "npu"]).exit_code == (level == "bad") and out.exists() == (level == "ok")
+    assert CliRunner().invoke(app, [*given, "--device", "cpu"]).exit_code == 0

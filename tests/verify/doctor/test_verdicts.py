@@ -66,7 +66,7 @@ def vllms(config, layout, contract):
     hf = SimpleNamespace(to_dict=lambda: config, num_experts=config.get("num_experts"))
     parallel = SimpleNamespace(tensor_parallel_size=layout.tp, enable_expert_parallel=layout.ep > 1)
     made = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf, architectures=config["architectures"]), parallel_config=parallel)
-    return [str(problem) for problem in contract.problems(vllm_refusals.layout_of(made), vllm_refusals.shape_of(made))]
+    return [str(problem) for problem in contract.problems(vllm_refusals.layout_of(made), vllm_refusals.shape_of(made), serving=True)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[1]} / {case[2]}")

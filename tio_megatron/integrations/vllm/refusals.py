@@ -119,7 +119,7 @@ def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    yield from (str(problem) for problem in contract.problems(layout_of(config), shape))
+    yield from (str(problem) for problem in contract.problems(layout_of(config), shape, serving=True))
 
 
 def _family(contract: Contract) -> Iterator[str]:

@@ -38,9 +38,9 @@ def fit(
     """
     chosen = contract or Contract.for_layouts(trainer, rollout, family=family)
     findings = [Finding("bad", TOPIC, f"trainer {trainer}: {p.where}: {p.what}", p.works) for p in _trainer(chosen, model, trainer, training)]
-    findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model)]
+    findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model, serving=True)]
     if findings:
-        return Fit(chosen, tuple(findings), tuple(_nearest(model, trainer, rollout, contract, training))[:most])
+        return Fit(chosen, tuple(findings), tuple(_nearest(model, trainer, rollout, contract, training, family))[:most])
     return Fit(chosen, (Finding("ok", TOPIC, f"trainer {trainer} and rollout {rollout}: every cut falls on leaves"),))
 
 
@@ -57,24 +57,25 @@ def _trainer(contract: Contract, model: ModelShape, layout: Layout, training: bo
         yield LayoutProblem("sequence parallelism", "Megatron trains experts under tp only with it", "--sequence-parallel would work")
 
 
-def _nearest(model: ModelShape, trainer: Layout, rollout: Layout, contract: Contract | None, training: bool) -> Iterator[tuple[Layout, Layout]]:
+def _nearest(model: ModelShape, trainer: Layout, rollout: Layout, contract: Contract | None, training: bool, family: str) -> Iterator[tuple[Layout, Layout]]:
     """Pairs that work, with the trainer's number of ranks kept, in order of how far the sizes move (in doublings)."""
     trainers = sorted(_trainers(model, trainer), key=lambda layout: _distance(layout, trainer))
     rollouts = sorted(_rollouts(model, rollout), key=lambda layout: _distance(layout, rollout))
     # The two sides are independent once each fits its own smallest contract, unless a contract is given: leaves only grow with the pair.
-    good_trainers = [layout for layout in trainers if not any(_trainer(contract or Contract.for_layouts(layout, rollout), model, layout, training))]
+    alone = ((layout, contract or Contract.for_layouts(layout, rollout, family=family)) for layout in trainers)
+    good_trainers = [layout for layout, smallest in alone if not any(_trainer(smallest, model, layout, training))]
     pairs = []
     for left in good_trainers[:16]:
         for right in rollouts:
-            both = contract or Contract.for_layouts(left, right)
-            if not any(both.problems(right, model)) and not any(_trainer(both, model, left, training)):
+            both = contract or Contract.for_layouts(left, right, family=family)
+            if not any(both.problems(right, model, serving=True)) and not any(_trainer(both, model, left, training)):
                 pairs.append((_distance(left, trainer) + _distance(right, rollout), left, right))
                 break
     if not pairs:  # no trainer fits beside this rollout: move the rollout too
         for right in rollouts:
             for left in trainers:
-                both = contract or Contract.for_layouts(left, right)
-                if not any(_trainer(both, model, left, training)) and not any(both.problems(right, model)):
+                both = contract or Contract.for_layouts(left, right, family=family)
+                if not any(_trainer(both, model, left, training)) and not any(both.problems(right, model, serving=True)):
                     pairs.append((_distance(left, trainer) + _distance(right, rollout), left, right))
                     break
     yield from ((left, right) for _, left, right in sorted(pairs, key=lambda pair: pair[0]))
