@@ -280,3 +280,24 @@ def test_names_of_megatron_lm():
     assert done.returncode == 0, done.stderr
     theirs = set(json.loads(done.stdout.splitlines()[-1]))
     assert theirs - megatron_names.KNOWN == set() and len(megatron_names.KNOWN - theirs) < 12, sorted(megatron_names.KNOWN - theirs)
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [
+        ("--trust-remote-code", "trust_remote_code"),
+        ("--enable-return-routed-experts", "enable_return_routed_experts"),
+        ("--enable-prompt-embeds", "enable_prompt_embeds"),
+        ("--max-model-len 40961", "max_model_len"),
+        ("--max-model-len 40K", None),
+        ("--max-model-len 41k", "max_model_len"),
+        ("--max-model-len auto", None),
+        ("--kv-cache-dtype float32", "kv_cache_dtype"),
+        ("--kv-cache-dtype bfloat16", None),
+        ("--kv-cache-dtype bfloat16 --dtype float32", "kv_cache_dtype"),
+        ("--no-trust-remote-code", None),
+    ],
+)
+def test_what_an_engines_start_refuses_is_bad(more, named):
+    found = [what for level, what in options_of(rollout=f"{VLLM} {more}") if level == "bad" and what.startswith("rollout: ")]
+    assert [re.match(r"rollout: (\w+)", what)[1] for what in found] == ([named] if named else []), found

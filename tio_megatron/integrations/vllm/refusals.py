@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tio_megatron.contract import Contract, Layout, ModelShape
+from tio_megatron.integrations.vllm import refused_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -154,14 +155,9 @@ def _engine(config: VllmConfig) -> Iterator[str]:
         yield "speculative decoding (speculative_config): leave it out"
     if model.runner_type != "generate" or model.convert_type != "none":
         yield f"runner {model.runner_type} with conversion {model.convert_type}: only generation is covered"
-    if getattr(model, "trust_remote_code", False):
-        yield "trust_remote_code: no code of a checkpoint is run here; leave it out"
-    if getattr(model, "enable_prompt_embeds", False):
-        yield "enable_prompt_embeds: give token ids"
-    if getattr(model, "enable_return_routed_experts", False):
-        yield "enable_return_routed_experts: leave it out"
-    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        yield f"kv_cache_dtype {cache.cache_dtype}: use auto"
+    yield from (f"{name}: {why}; {works}" for name, (why, works) in refused_options.MODEL_SWITCHES.items() if getattr(model, name, False))
+    if (line := refused_options.cache_dtype(cache.cache_dtype, str(model.dtype).removeprefix("torch."))) is not None:
+        yield line
     # A size that nobody asked for becomes the platform's (128) later.
     if cache.user_specified_block_size and cache.block_size % BLOCK:
         yield f"block_size {cache.block_size}: use a multiple of {BLOCK}"
@@ -214,5 +210,5 @@ def _model(model: Any) -> Iterator[str]:
     if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
         found = f"mlp_only_layers {hf.mlp_only_layers}, decoder_sparse_step {hf.decoder_sparse_step}"
         yield f"dense layers among expert layers ({found}): every layer must have experts"
-    if model.max_model_len > hf.max_position_embeddings:
-        yield f"max_model_len {model.max_model_len}: the model has {hf.max_position_embeddings} positions"
+    if (line := refused_options.positions(model.max_model_len, hf.max_position_embeddings)) is not None:
+        yield line

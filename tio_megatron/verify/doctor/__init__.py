@@ -66,7 +66,7 @@ def examine(
     left, right = settings.trainer(trainer), settings.rollout(rollout)
     result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=families.of_device(device))
     if plugged:
-        found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype), *_engine(device)]
+        found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype, known.positions), *_engine(device)]
         if device == "npu":
             found += on_npu.rollout(right.running, known.dtype, os.environ)
     else:

@@ -30,12 +30,16 @@ _PUBLISHED_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model decides a number. ``sampling``: what its ``generation_config.json`` says, empty where there is none."""
+    """What of a model decides a number, and how many ``positions`` it has.
+
+    ``sampling``: what its ``generation_config.json`` says, empty where there is none.
+    """
 
     shape: ModelShape
     rope_theta: float = 1e6
     rms_eps: float = 1e-6
     dtype: str = "bfloat16"
+    positions: int = 40960
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,7 +60,7 @@ def model_of(model: str) -> Model:
     config = CheckpointConfig.from_file(path)
     if config.shape.experts > MOST_EXPERTS:
         raise ValueError(f"{path}: num_experts is {shown(config.shape.experts)}; no model has more than {MOST_EXPERTS}")
-    return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, _sampling(path.with_name("generation_config.json")))
+    return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, config.max_positions, _sampling(path.with_name("generation_config.json")))
 
 
 def shape_of(model: str) -> ModelShape:

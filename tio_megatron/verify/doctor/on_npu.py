@@ -9,13 +9,11 @@ from typing import Any
 from tio_megatron.contract.messages import shown
 from tio_megatron.integrations.vllm.ascend import refusals
 from tio_megatron.verify.doctor.findings import Finding
-from tio_megatron.verify.doctor.options import OFF, TOPIC
+from tio_megatron.verify.doctor.options import OFF, TOPIC, computes_in
 from tio_megatron.verify.doctor.running import Running, tree_of
 
 ENVIRONMENT = "environment"
 _UNDER = "; the start refuses it, unless additional_config has {key} 0, which engine_options gives"
-_TYPES = {"float": "float32", "half": "float16"}
-"""vLLM's other names of element types."""
 
 
 def rollout(run: Running, checkpoint: str, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -55,14 +53,11 @@ def additional(run: Running) -> tuple[dict[str, Any], list[str]]:
 
 
 def _asked(run: Running, checkpoint: str) -> refusals.Asked:
-    dtype = str(run["dtype"])
-    if dtype == "auto":
-        dtype = "bfloat16" if checkpoint == "float32" else checkpoint
     block = run.get("block_size")
     return refusals.Asked(
         enforce_eager=bool(run.get("enforce_eager")),
         graphs=False,  # enforce_eager leaves none; a compilation_config beside it is not judged (coverage)
-        dtype=_TYPES.get(dtype, dtype),
+        dtype=computes_in(run, checkpoint),
         block_size=block if isinstance(block, int) else None,
         logprobs_mode=str(run.get("logprobs_mode")),
         weight_transfer=run.get("weight_transfer_config") not in OFF,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from tio_megatron.integrations.vllm import refused_options
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.running import Running, dtype
 
@@ -103,7 +105,7 @@ ROLLOUT = {
     "spec_tokens": ("speculative decoding is not covered", "leave it out"),
     "enable_eplb": ("expert load balancing moves experts between ranks", "leave it out"),
     "enable_dbo": ("dual batch overlap is not covered", "leave it out"),
-    "enable_prompt_embeds": ("prompts are token ids", "leave it out"),
+    **refused_options.MODEL_SWITCHES,
     "kv_transfer_config": ("keys and values from elsewhere are not covered", "leave it out"),
 }
 """vLLM arguments that must be off: why, and what works."""
@@ -111,12 +113,13 @@ SIZES = ("pipeline_parallel_size", "pipeline_model_parallel_size", "data_paralle
 """Of vLLM and of verl's rollout, that must be 1."""
 
 
-def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
+def rollout(run: Running, checkpoint: str = "bfloat16", positions: int | None = None) -> Iterator[Finding]:
     """vLLM's settings against what an engine is refused by when it is built.
 
     Args:
         run: as it will run.
         checkpoint: element type of the weights in the folder.
+        positions: ``max_position_embeddings`` of the model, where it is known.
     """
     if run.kind == "words":
         yield Finding("note", TOPIC, "rollout: a layout in words says nothing about options", "give vLLM's arguments to have them looked at")
@@ -139,8 +142,12 @@ def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
         )
     if run.get("load_format") not in ("auto", "hf", "safetensors", "pt", "dummy"):
         yield Finding("bad", TOPIC, f"rollout: load_format = {run['load_format']!r} is not covered", "auto would work")
-    if run.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float32"):
-        yield Finding("bad", TOPIC, f"rollout: kv_cache_dtype = {run['kv_cache_dtype']!r}: keys and values would be rounded once more", "auto would work")
+    computed = computes_in(run, checkpoint)
+    if refused_options.cache_dtype(kept := str(run.get("kv_cache_dtype", "auto")), computed) is not None:
+        yield Finding("bad", TOPIC, f"rollout: kv_cache_dtype = {kept!r}: keys and values of {computed} would be kept in another type", "auto would work")
+    longest = whole_number(run.get("max_model_len"))
+    if positions is not None and longest is not None and (line := refused_options.positions(longest, positions)) is not None:
+        yield Finding("bad", TOPIC, f"rollout: {line}", f"at most {positions} would work")
     if str(run["dtype"]) not in ("auto", "bfloat16", "float32"):
         yield Finding("bad", TOPIC, f"rollout: dtype = {run['dtype']!r}", "bfloat16 or float32, the trainer's, would work")
     if run["dtype"] == "auto" and checkpoint == "float32":
@@ -149,3 +156,32 @@ def rollout(run: Running, checkpoint: str = "bfloat16") -> Iterator[Finding]:
     block = run.get("block_size")
     if isinstance(block, int) and block % BLOCK:
         yield Finding("bad", TOPIC, f"rollout: block_size = {block}: a page must hold whole blocks of keys", f"a multiple of {BLOCK} would work")
+
+
+TYPES = {"float": "float32", "half": "float16"}
+"""vLLM's other names of element types."""
+
+
+def computes_in(run: Running, checkpoint: str) -> str:
+    """The element type that vLLM computes in, for weights of type ``checkpoint``: ``auto`` turns float32 into bfloat16."""
+    asked = str(run["dtype"])
+    if asked == "auto":
+        asked = "bfloat16" if checkpoint == "float32" else checkpoint
+    return TYPES.get(asked, asked)
+
+
+def whole_number(value: Any) -> int | None:
+    """A size as vLLM's command line takes it, ``k`` a thousand and ``K`` 1024; None for ``auto`` and what is no size.
+
+    >>> [whole_number(value) for value in (4096, "40k", "2.5k", "64K", "auto", -1, None)]
+    [4096, 40000, 2500, 65536, None, None, None]
+    """
+    if type(value) is int:
+        return value if value >= 0 else None
+    found = re.fullmatch(r"(\d+)(\.\d+)?([kKmMgGtT])", value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return None
+    power = "kmgt".index(found[3].lower()) + 1
+    if found[3].isupper():
+        return None if found[2] else int(found[1]) * 1024**power
+    return int(float(found[1] + (found[2] or "")) * 1000**power)

@@ -8,7 +8,7 @@ from __future__ import annotations
 JUDGED = frozenset(
     """
 model hf_overrides override_generation_config load_format speculative_config spec_method spec_model spec_tokens temperature top_k top_p min_p
-repetition_penalty presence_penalty frequency_penalty name
+repetition_penalty presence_penalty frequency_penalty name max_model_len trust_remote_code enable_return_routed_experts
 """.split()
 )
 """Judged in :mod:`.options`, :mod:`.between` or :mod:`.sources`, beside those of :data:`.defaults.VLLM_ENGINE`. What a request says counts here too."""
@@ -56,9 +56,9 @@ DECIDING: dict[str, str] = {
 
 NEUTRAL = frozenset(
     """
-enable_return_routed_experts return_sampling_mask served_model_name tokenizer skip_tokenizer_init tokenizer_mode trust_remote_code
+return_sampling_mask served_model_name tokenizer skip_tokenizer_init tokenizer_mode
 allowed_local_media_path allowed_media_domains download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-max_model_len cudagraph_capture_sizes max_cudagraph_capture_size distributed_executor_backend master_addr master_port nnodes node_rank
+cudagraph_capture_sizes max_cudagraph_capture_size distributed_executor_backend master_addr master_port nnodes node_rank
 distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus device_ids dcp_kv_cache_interleave_size
 cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
 data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend enable_batch_sharded_sampling
