@@ -11,6 +11,7 @@ from pathlib import Path
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment, read
 from tio_megatron.verify.doctor import between, coverage, families, fits, on_npu, options, settings, sources, stock, switches, symbols, versions
+from tio_megatron.verify.doctor import held as held_by
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
 from tio_megatron.verify.doctor.models import model_of, shape_of
@@ -64,6 +65,10 @@ def examine(
         raise ValueError(f"{' and '.join(given)}: missing; a model, a trainer and a rollout are looked at together")
     known = model_of(model)
     left, right = settings.trainer(trainer), settings.rollout(rollout)
+    if plugged:
+        named = [one for one in (held_by.of_trainer(left.running), held_by.of_rollout(right.running)) if one is not None]
+        found += held_by.judge(named, held, source, device)
+        held = next((one.contract for one in named if one.contract is not None), held)
     result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=families.of_device(device))
     if plugged:
         found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype, known.positions), *_engine(device)]

@@ -13,8 +13,9 @@ from tio_megatron.contract.messages import named, shown
 from tio_megatron.verify.doctor import defaults, megatron_names, vllm_names
 from tio_megatron.verify.doctor.between import COMPARED, FUNCTION
 from tio_megatron.verify.doctor.findings import Finding
+from tio_megatron.verify.doctor.held import KEY
 from tio_megatron.verify.doctor.options import OFF, ROLLOUT, TOPIC
-from tio_megatron.verify.doctor.running import Running
+from tio_megatron.verify.doctor.running import Running, tree_of
 
 LAUNCHER = frozenset(
     """
@@ -85,12 +86,19 @@ def of_rollout(run: Running, device: str = "cpu") -> Iterator[Finding]:
         name = written.partition(".")[0]  # --hf-overrides.rope_theta 10000
         if name == "additional_config" and device == "npu":
             continue  # by its keys: on_npu
+        if name == "additional_config" and _contract_alone(run, written):
+            continue  # held
         if name in vllm_names.DECIDING:
             if run[written] not in (*OFF, "auto", "generate", "{}", "[]", {}, []):
                 yield _unjudged("rollout", name, run[written], vllm_names.DECIDING[name])
         elif not _of_vllm(name):
             strange.append(name)
     yield from _strange("rollout", strange, f"{defaults.VLLM} has", frozenset({*vllm_names.DECIDING, *vllm_names.NEUTRAL, *defaults.VLLM_ENGINE}))
+
+
+def _contract_alone(run: Running, written: str) -> bool:
+    """Whether ``additional_config`` names a contract and says nothing else."""
+    return written == f"additional_config.{KEY}" or set(tree_of(run[written]) or ()) == {KEY}
 
 
 def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:

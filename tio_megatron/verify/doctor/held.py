@@ -1,0 +1,85 @@
+"""The contract that each side will load: one that stands in its own arguments goes before ``TIO_CONTRACT``, as at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tio_megatron.contract import Contract
+from tio_megatron.contract.environment import read
+from tio_megatron.contract.messages import shown
+from tio_megatron.verify.doctor import families
+from tio_megatron.verify.doctor.findings import Finding, Level
+from tio_megatron.verify.doctor.running import Running, tree_of
+
+MEGATRON_OFF = ("0", "off")
+"""Values of ``--tio-contract`` that leave the packages stock; a test holds them to the start's."""
+KEY = "tio_contract"
+_TOPIC = families.TOPIC
+
+
+@dataclass(frozen=True)
+class Named:
+    """What one side's arguments say: ``contract`` is None where it cannot be read, or where the side is to stay stock."""
+
+    side: str
+    source: str
+    contract: Contract | None
+    finding: Finding | None = None
+
+
+def of_trainer(run: Running) -> Named | None:
+    """``--tio-contract`` of Megatron-LM's command line; None where it says nothing."""
+    value = run.get(KEY) if run.kind == "megatron-lm" and KEY in run.written else None
+    if value is None:
+        return None
+    if str(value) in MEGATRON_OFF or value is False:  # YAML reads "off" so
+        what = f"trainer: --tio-contract {value or MEGATRON_OFF[0]}: leaves Megatron-LM stock, and no order of its sums is then ours"
+        return Named(
+            "trainer", "--tio-contract", None, Finding("bad", _TOPIC, what, "leave it out, or name the rollout's contract; --stock for stock packages")
+        )
+    return _named("trainer", "--tio-contract", value if isinstance(value, dict) else str(value))
+
+
+def of_rollout(run: Running) -> Named | None:
+    """``tio_contract`` of vLLM's ``additional_config``, in one piece or dotted; None where it says nothing."""
+    value = (tree_of(run.get("additional_config")) or {}).get(KEY)
+    value = run.get(f"additional_config.{KEY}", value)
+    return None if value is None else _named("rollout", f"additional_config[{KEY!r}]", value)
+
+
+def _named(side: str, source: str, value: Any) -> Named:
+    try:
+        return Named(side, source, read(value).contract)
+    except ValueError as error:
+        level: Level = "unknown" if "$" in str(value) else "bad"  # a variable of a script is not known here
+        return Named(side, source, None, Finding(level, _TOPIC, f"{side}: {source} {shown(value)}: {error}", "1, default, a JSON object or the path of a file"))
+
+
+def judge(named: list[Named], elsewhere: Contract | None, source: str, device: str) -> Iterator[Finding]:
+    """What is wrong with the contracts of the arguments: by themselves, on ``device``, and beside each other.
+
+    Args:
+        named: of the sides whose arguments name one.
+        elsewhere: what a side loads that names none; None where nobody says.
+        source: who names that.
+        device: ``cpu``, ``cuda`` or ``npu``.
+    """
+    for one in named:
+        if one.finding is not None:
+            yield one.finding
+        elif one.contract is not None:
+            yield from families.check(one.contract, device, f"{one.side}: {one.source}")
+    sides: dict[str, tuple[Contract | None, str]] = {one.side: (one.contract, f"{one.side}: {one.source}") for one in named}
+    if len(sides) == 1:
+        side = named[0].side
+        other = "rollout" if side == "trainer" else "trainer"
+        sides[other] = (elsewhere, f"{other}: {source}")
+        if elsewhere is None and named[0].contract is not None:
+            what = f"{side}: {named[0].source} names the contract of this side alone; the {other} must be given the same"
+            yield Finding("note", _TOPIC, what, "TIO_CONTRACT for both sides")
+    (left, first), (right, second) = (sides.get(side, (None, "")) for side in ("trainer", "rollout"))
+    if left is not None and right is not None and left != right:
+        what = f"two sides, two contracts: {first} and {second} differ in {', '.join(left.differences(right))}"
+        yield Finding("bad", _TOPIC, what, "one contract for both")
