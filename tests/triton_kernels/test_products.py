@@ -49,6 +49,27 @@ def test_more_leaves_than_a_program_holds():
     assert_same_bytes(matmul(a, b, 20, False, BF16), tree.reduce(leaves).bfloat16(), "rounded once")
 
 
+def one_term_a_block(turned=False):
+    """Four blocks with one term each. Ascending, 2**24 swallows both ones: 0. Descending, neither is lost: 2."""
+    x = torch.zeros(4 * TERMS)
+    x[::TERMS] = torch.tensor([2.0**24, 1, 1, -(2.0**24)]) if not turned else torch.tensor([-(2.0**24), 1, 1, 2.0**24])
+    return x.expand(3, -1).contiguous().bfloat16(), torch.ones(5, 4 * TERMS).bfloat16()
+
+
+@pytest.mark.parametrize("turned, y", [(False, 0.0), (True, 2.0)])
+def test_blocks_of_a_leaf_are_walked_in_ascending_order(turned, y):
+    """In fp32 and bf16, plain and grouped, and over the rows of an expert: no rounding of the result hides the walk."""
+    x, w = one_term_a_block(turned)
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    for out in (FP32, BF16):
+        wanted = torch.full((3, 5), y, dtype=out)
+        assert_same_bytes(matmul(x, w, 1, False, out), wanted, f"product, {out}")
+        assert_same_bytes(grouped.grouped(x, [w, w], offsets, 1, False, out), wanted, f"grouped, {out}")
+    rows = torch.tensor([0, 4 * TERMS], dtype=torch.int32)
+    dw = grouped.grouped_wgrad(x.T.contiguous(), w.T.contiguous(), rows)
+    assert_same_bytes(dw.reshape(3, 5), torch.full((3, 5), y, dtype=dw.dtype), "gradient of an expert")
+
+
 def test_the_order_shows():
     """Negative controls: other leaves, and blocks that do not start with their leaf, give other bytes."""
     a, b = operands(8, 128, 512)
