@@ -8,6 +8,7 @@ from tio_megatron.verify.diagnosis import faults
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES, LOOK
 from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.no_sum import no_rounding
 from tio_megatron.verify.diagnosis.orders_of import order_finding
 from tio_megatron.verify.diagnosis.rounding import leaning, looks_like_rounding, too_large_alone, too_many_for_an_order
 from tio_megatron.verify.diagnosis.rules import Explained, Rule, explain
@@ -34,6 +35,8 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
     if explained.gap <= 4 * worst + 1e-12 and looks_like_rounding(worst if summed else worst / 2, dtype):
         if case.point.op == "rope" and (doubt := too_many_for_an_order(case, explained.least, explained.gap)):
             return Finding("unknown", "", evidence=(*same_formula(explained), f"{doubt}, and another cos or fma too"), cure=_TABLES)
+        if not summed and (doubt := no_rounding(case, explained.a.rule.compute())):
+            return Finding("unknown", "", evidence=(*same_formula(explained), doubt), cure=_TABLES if case.point.op == "rope" else LOOK)
         if not summed:  # so there is no order
             said = (*same_formula(explained), "nothing is summed at this point, so one side rounds where the other does not, or uses another exp, cos or fma")
             return Finding("framework", "extra-rounding", evidence=said, cure=CURES["extra-rounding"])

@@ -14,6 +14,7 @@ from tio_megatron.verify.diagnosis.rules import Rule, rounded
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
 _VARIANCE = ("variance itself to bf16", "variance itself to bf16, before the weight")
+_SQUARES = ("squares alone", "squares alone, before the weight")
 
 
 def low(case: Case) -> torch.dtype:
@@ -48,7 +49,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             if mean != "root mean square":
                 var, v = var - var.mean(-1, keepdim=True), v - v.mean(-1, keepdim=True)
             squares = var.square()
-            if cast in ("variance too", "every step", "every step, weight first"):
+            if cast in ("variance too", "every step", "every step, weight first", *_SQUARES):
                 squares = rounded(squares, dtype)
             mean_square = squares.mean(-1, keepdim=True)
             if cast.startswith("every step"):
@@ -58,9 +59,9 @@ def norm_rules(case: Case) -> Iterator[Rule]:
                 mean_square = rounded(mean_square, torch.bfloat16)
             r = (mean_square + eps_).rsqrt().to(torch.float32).to(torch.float64)
             scale = {"weight": w, "1 + weight": 1 + w, "none": torch.ones_like(w)}[form]
-            if cast in ("after the weight", _VARIANCE[0]):
+            if cast in ("after the weight", _VARIANCE[0], _SQUARES[0]):
                 out = (v * r).to(torch.float32).to(torch.float64) * scale
-            elif cast in ("before the weight", _VARIANCE[1]):
+            elif cast in ("before the weight", _VARIANCE[1], _SQUARES[1]):
                 out = rounded(v * r, dtype) * scale
             elif cast == "weight first":
                 out = rounded(v * scale, dtype) * r
@@ -86,7 +87,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             yield rule(cast, "unrounded sum")
             yield rule(cast, "unrounded sum", "sum")
             yield rule(cast, "sum", "unrounded sum")
-    for cast in ("low precision", "variance too", "weight first", "every step", "every step, weight first", *_VARIANCE):
+    for cast in ("low precision", "variance too", "weight first", "every step", "every step, weight first", *_VARIANCE, *_SQUARES):
         yield rule(cast)
     fitted = [_epsilon(side[case.rows].to(torch.float64).reshape(-1, width), source["sum"], w) for side in case.sides]
     nice = [float(f"{eps:.{digits}e}") for digits in (0, 1, 3) for eps in fitted if eps > 0]
