@@ -34,6 +34,7 @@ def test_interpreted():
 
 @needs_triton
 @pytest.mark.full
+@pytest.mark.timeout(2400)  # all of them in one process, which one clock of a busy machine cannot hold
 def test_interpreted_at_more_sizes():
     done = interpreted("-m", "full")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

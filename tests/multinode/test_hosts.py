@@ -60,7 +60,7 @@ def test_nothing_listens_but_where_it_was_named(tmp_path, count):
 
 def test_a_name_of_the_first_host_that_is_its_loopback_is_refused(monkeypatch):
     """Debian's /etc/hosts gives a host's own name 127.0.1.1: the others would meet nobody there."""
-    monkeypatch.setattr(job_hosts, "own_address", lambda there, port: "127.0.1.1")
+    monkeypatch.setattr(job_hosts, "own_address", lambda there, port, by: "127.0.1.1")
     with pytest.raises(ValueError, match="MASTER_ADDR gpu1: on this host that is 127.0.1.1, where other hosts cannot reach it"):
         job_hosts.Hosts(2, 0, "gpu1", 2000).listen()
 

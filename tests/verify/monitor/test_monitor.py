@@ -237,6 +237,9 @@ try:
     calculate_debug_metrics(types.SimpleNamespace(batch=batch, meta_info={"global_steps": 8}))
 except Exception as error:
     print(type(error).__name__, error)
+batch["rollout_log_probs"] = same.clone()
+calculate_debug_metrics(types.SimpleNamespace(batch=batch))
+print(open(sys.argv[1] + "/m/metrics.jsonl").read().splitlines()[-1][:11])
 hook.patches.undo()
 from verl.utils.debug.metrics import calculate_debug_metrics
 print(len(calculate_debug_metrics(types.SimpleNamespace(batch=batch, meta_info={}))))
@@ -260,9 +263,20 @@ def test_verls_trainer_is_watched_by_one_variable(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", VERL, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
     said = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert "('tio/logdiff_max', 0.0)" in said[0] and "('training/rollout_probs_diff_max', 0.0)" in said[0] and said[2] == "1"
+    assert "('tio/logdiff_max', 0.0)" in said[0] and "('training/rollout_probs_diff_max', 0.0)" in said[0] and said[2:] == ['{"step": 9,', "1"]
     assert said[1].startswith("LogdiffError step 8: max |logdiff| 0.5, above 0.25 (1 of 6 tokens differ)")
-    assert [line["step"] for line in lines(tmp_path / "m")] == [7, 8] and read_bundle(tmp_path / "m" / "breach-00000008")
+    assert [line["step"] for line in lines(tmp_path / "m")] == [7, 8, 9] and read_bundle(tmp_path / "m" / "breach-00000008")
+
+
+def test_a_run_that_goes_on_counts_from_the_last_step(tmp_path):
+    monitor = Monitor(tmp_path)
+    assert monitor.last_step() == 0
+    for step in (3, 4):
+        monitor.step(step, tokens=[[1]], trainer=[[-1.0]], rollout=[[-1.0]])
+    assert Monitor(tmp_path).last_step() == 4
+    (tmp_path / "metrics.jsonl").write_text('{"reward": 1}\n')
+    with pytest.raises(ValueError, match="holds no step of a monitor"):
+        Monitor(tmp_path).last_step()
 
 
 def test_thresholds_of_the_environment():

@@ -26,6 +26,7 @@ from tio_megatron.verify.monitor.sides import Side, pair
 from tio_megatron.verify.readers.scored import Scored
 
 Numbers = dict[str, float | int]
+_LONGEST_LINE = 1 << 16
 
 
 class LogdiffWarning(UserWarning):
@@ -110,6 +111,25 @@ class Monitor:
             raise LogdiffError(said)
         warnings.warn(said, LogdiffWarning, stacklevel=2)
         return numbers
+
+    def last_step(self) -> int:
+        """The last step that ``metrics.jsonl`` holds, 0 where there is none: a run that goes on counts from there.
+
+        Raises:
+            ValueError: the last line is not the monitor's.
+        """
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
+            lines = file.read().splitlines()
+        if not lines:
+            return 0
+        try:
+            return int(json.loads(lines[-1])["step"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"monitor: the last line of {path} holds no step of a monitor; move the file away, or name another folder") from None
 
     def verl(self, step: int, batch: Any, **more: Any) -> Numbers:
         """:meth:`step` of a verl ``DataProto`` that holds ``old_log_probs`` and ``rollout_log_probs`` (``actor_rollout_ref.rollout.calculate_log_probs``).

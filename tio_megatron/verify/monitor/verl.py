@@ -45,15 +45,15 @@ def _number(values: Mapping[str, str], name: str, default: float | None) -> floa
 def watched(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     """``calculate_debug_metrics``: verl's numbers, and ours beside them. The monitor is made at the first step, in the one process that calls this."""
     made: list[Monitor] = []
-    calls = [0]
 
     @functools.wraps(original)
     def calculate_debug_metrics(data: Any) -> dict[str, Any]:
         found = dict(original(data))
         if not made:
             made.append(from_environment())
-        calls[0] += 1
-        step = (getattr(data, "meta_info", None) or {}).get("global_steps", calls[0])
+        step = (getattr(data, "meta_info", None) or {}).get("global_steps")
+        if step is None:  # verl 0.9's trainer gives none: one more than the last, of a run that goes on too
+            step = made[0].last_step() + 1
         return found | {f"tio/{name}": value for name, value in made[0].verl(int(step), data).items()}
 
     return calculate_debug_metrics
