@@ -57,6 +57,14 @@ def start(harm, victim):
     return [subprocess.Popen(command, env=kept | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=pipe, stderr=pipe, text=True) for rank in range(3)]
 
 
+def first_bytes(process):
+    """As many as TOGETHER has and no more, past Python's buffers: communicate() would not see what those hold."""
+    said = b""
+    while len(said) < len(TOGETHER) and (more := os.read(process.stdout.fileno(), len(TOGETHER) - len(said))):
+        said += more
+    return said
+
+
 CASES = [
     ("SIGKILL", 0, "rank 0 has ended or died"),
     ("SIGSTOP", 0, "rank 0 is stopped"),
@@ -76,8 +84,7 @@ def worlds():
         for harm, victim, _ in (*CASES, ("long", 0, "")):
             started[harm, victim] = start(harm, victim)
             for process in started[harm, victim]:
-                # No more than these bytes, past Python's buffers: communicate() would not see what they hold.
-                if (said := os.read(process.stdout.fileno(), len(TOGETHER))) != TOGETHER:
+                if (said := first_bytes(process)) != TOGETHER:
                     raise AssertionError(f"{harm} of rank {victim}, before anything was done to it: {said!r} {process.stderr.read()}")
         yield started
     finally:
