@@ -25,12 +25,15 @@ from examples.qwen3_moe.hosts import Hosts
 from tio_megatron.collectives import store_line
 
 _BEAT = 0.5
-_SILENT = 8.0
-"""Seconds without a beat after which a host is taken for gone: its machine may be busy."""
+_SILENT = 20.0
+"""Seconds without a beat after which a host is taken for gone. More than the 15 s for which torch's rendezvous keeps one that says nothing among those
+that have come: a successor that went there earlier would be counted beside it."""
 _COUNT, _HOLDS = "tio_megatron/hosts", "tio_megatron/host/{rank}"
 
 
 _here: list[Arrival] = []
+_stuck: list[threading.Thread] = []
+"""In torch, asking a store that says nothing; no signal and no limit of torch's ends that."""
 
 
 class Refused(ValueError):
@@ -40,8 +43,8 @@ class Refused(ValueError):
 class Arrival:
     """This host's place in the run, from when it is taken until :meth:`stop`."""
 
-    def __init__(self, place: Hosts) -> None:
-        """Waits for the first host's store, and takes the number.
+    def __init__(self, place: Hosts, answered: threading.Event | None = None) -> None:
+        """Waits for the first host's store, and takes the number. ``answered`` is set when the store has said something.
 
         Raises:
             Refused: the store does not come within the limit, another host has this number, or hosts do not agree on how many they are.
@@ -53,6 +56,8 @@ class Arrival:
         store_line.limit(place.port, max(place.seconds, ending.STORE_SECONDS))
         self._beats = f"tio_megatron/beats/{uuid.uuid4().hex}"
         self._agree()
+        if answered is not None:
+            answered.set()
         self._store.add(self._beats, 1)
         self._take()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="this host's number")
@@ -100,8 +105,33 @@ class Arrival:
 
 
 def come(place: Hosts) -> None:
-    """Take this host's place; :func:`leave` ends it. Raises: as :class:`Arrival` does."""
-    _here.append(Arrival(place))
+    """Take this host's place; :func:`leave` ends it.
+
+    Raises:
+        Refused: as :class:`Arrival` says; or something has the port, and does not answer as a store does.
+        DistError: the store is lost meanwhile.
+    """
+    answered, ended, problems = threading.Event(), threading.Event(), list[BaseException]()
+
+    def arrive() -> None:
+        try:
+            _here.append(Arrival(place, answered))
+        except BaseException as problem:  # raised again below
+            problems.append(problem)
+        answered.set()
+        ended.set()
+
+    # Not in this thread: one that waits for another machine inside torch hears no signal.
+    thread = threading.Thread(target=arrive, daemon=True, name="this host comes")
+    thread.start()
+    if not (answered.wait(place.seconds + 1) and ended.wait(_SILENT + 10)):
+        _stuck.append(thread)
+        raise Refused(
+            f"torchrun cannot bring the ranks together over {place.address}: what listens at port {place.port} does not answer as the first host does; waited "
+            f"{place.seconds} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS); is the port another program's, or is the first host's launcher stopped?"
+        )
+    if problems:
+        raise problems[0]
 
 
 def leave(status: int) -> int:
@@ -110,6 +140,8 @@ def leave(status: int) -> int:
     Returns:
         ``status``.
     """
+    if _stuck:
+        ending.leave(status)
     if _here and not _here.pop().stop():  # it is inside torch: an interpreter that is taken down below it would crash
         ending.leave(status)
     return status
@@ -118,17 +150,20 @@ def leave(status: int) -> int:
 def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
     """What keeps torchrun from bringing the hosts together, in words of ours, and the exit status: 2 where the input may be wrong, 1 where a host that had
     come is lost. torch's own words name addresses that nobody has given (10.77.0.0 for 10.77.0.1)."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
     cause = problem.__cause__ or problem.__context__ or problem
     said = (str(cause).splitlines() or [type(cause).__name__])[0]
+    late = isinstance(problem, RendezvousTimeoutError) or (isinstance(cause, dist.DistStoreError) and "timeout" in said)
     if number := re.search(r"errno: (\d+)", said):
         said = f"{place.address}:{place.port}: {os.strerror(int(number[1]))}"
     elif "imed out" in said or "timeout" in said:
         said = f"{place.address}:{place.port} does not answer"
     if not _here:
         return said, 2
-    if isinstance(problem, RendezvousTimeoutError):
+    if isinstance(problem, RendezvousClosedError):
+        return "the other hosts have ended this run: see what they say", 1
+    if late:
         try:
             absent = _here[0].absent()
         except (dist.DistError, RuntimeError):

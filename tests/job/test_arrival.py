@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
 from examples.qwen3_moe import arrival, starts
 from examples.qwen3_moe.hosts import Hosts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -79,3 +85,40 @@ def test_a_node_on_torchs_list_of_redundant_ones_waits_no_longer_than_its_limit(
     context, join = torchs._RendezvousContext(node, state, settings), torchs._RendezvousJoinOp()
     assert join(context, time.monotonic() + 60) in (torchs._Action.KEEP_ALIVE, torchs._Action.SYNC) and not found()
     assert join(context, time.monotonic() - 1) == torchs._Action.ERROR_TIMEOUT and found()
+
+
+COMES = """
+import sys
+from examples.qwen3_moe import arrival, ending
+from examples.qwen3_moe.hosts import Hosts
+try:
+    arrival.come(Hosts(2, 1, "127.0.0.1", int(sys.argv[1]), 2))
+except arrival.Refused as problem:
+    ending.say(f"error: {problem}", 2)
+arrival.leave(2)
+"""
+
+
+def test_a_port_at_which_nobody_says_anything_ends_within_the_limit():
+    """Another program's, or that of a first host whose launcher is stopped: it accepts, and torch would wait for its word for ever, deaf to signals."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        began = time.monotonic()
+        command = [sys.executable, "-W", "ignore", "-c", COMES, str(server.getsockname()[1])]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 2 and "does not answer as the first host does; waited 2 s for 2 hosts" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and time.monotonic() - began < 60
+
+
+def test_coming_raises_what_arriving_does(run, monkeypatch):
+    monkeypatch.setattr(arrival, "_here", [])
+    arrival.come(run)
+    with pytest.raises(arrival.Refused, match="already has its host number 1 of 2"):
+        arrival.come(run)
+    assert len(arrival._here) == 1 and not arrival._stuck and arrival.leave(0) == 0
+
+
+def test_hosts_that_gave_up_are_named_so(run, monkeypatch):
+    monkeypatch.setattr(arrival, "_here", [arrival.Arrival(run)])
+    assert arrival.why(run, RendezvousClosedError()) == ("the other hosts have ended this run: see what they say", 1)
+    assert arrival.why(run, dist.DistStoreError("wait timeout after 8000ms, keys: /x")) == ("1 of 2 hosts have come, missing: NODE_RANK 0", 2)
+    assert arrival.leave(0) == 0
