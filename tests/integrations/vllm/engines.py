@@ -85,7 +85,8 @@ class Engine:
         envs.disable_envs_cache()
         with pytest.MonkeyPatch.context() as patch:
             if on == "argument":
-                chosen = engine_options(contract, **common | options)
+                ours = {"tensor_parallel_size": "tp", "enable_expert_parallel": "expert_parallel"}
+                chosen = engine_options(contract, **{ours.get(name, name): value for name, value in (common | options).items()})
             else:
                 chosen = common | dict(enforce_eager=True) | options
             if on == "environment":
