@@ -116,6 +116,7 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
     starts.bind_torchruns_stores()
+    starts.name_the_runs_store(place.address, place.port)
     too_many = arrival.limit_redundant_hosts()
     if place.many:
         starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)
@@ -150,10 +151,10 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
             if too_many():
                 return ending.say(f"error: {arrival.too_many(place)}", 2)
             why, status = arrival.why(place, problem)
+            limit = f"TIO_RENDEZVOUS_SECONDS={place.seconds}"
             if ending.started_below(Path(folder)):
-                gone = f"torchrun's store at {place.address}:{place.port} is lost, without which ranks cannot be started again; has the first host ended?"
-                return ending.say(f"error: {gone} ({why})", 1)
-            waited = f"; waited {time.monotonic() - began:.0f} s for {place.count} hosts (TIO_RENDEZVOUS_SECONDS={place.seconds})" if place.many else ""
+                return ending.say(f"error: torchrun cannot start the ranks again: {why}{f' ({limit})' if place.many else ''}", 1)
+            waited = f"; waited {time.monotonic() - began:.0f} s for {place.count} hosts ({limit})" if place.many else ""
             return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", status)
     return 0
 

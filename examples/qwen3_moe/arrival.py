@@ -29,7 +29,7 @@ _SILENT = 20.0
 """Seconds without a beat after which a host is taken for gone. More than the 15 s for which torch's rendezvous keeps one that says nothing among those
 that have come: a successor that went there earlier would be counted beside it."""
 _COUNT, _HOLDS = "tio_megatron/hosts", "tio_megatron/host/{rank}"
-
+_STORE_LOST = "the store at {place.address}:{place.port} is lost: has the first host ended, or is its network down?"
 
 _here: list[Arrival] = []
 _stuck: list[threading.Thread] = []
@@ -73,6 +73,18 @@ class Arrival:
         """The numbers that no host has taken yet."""
         return [rank for rank in range(self._place.count) if not self._store.check([_HOLDS.format(rank=rank)])]
 
+    def lost(self) -> list[int]:
+        """The numbers whose host has come, and says nothing any more. Takes two seconds."""
+
+        def beats() -> dict[int, int]:
+            keys = {rank: _HOLDS.format(rank=rank) for rank in range(self._place.count)}
+            return {rank: self._store.add(self._store.get(key).decode(), 0) for rank, key in keys.items() if self._store.check([key])}
+
+        before = beats()
+        time.sleep(4 * _BEAT)
+        now = beats()
+        return [rank for rank, count in before.items() if count == now.get(rank)]
+
     def _agree(self) -> None:
         count = str(self._place.count)
         found = self._store.compare_set(_COUNT, "", count).decode()
@@ -89,7 +101,7 @@ class Arrival:
             held = self._store.compare_set(key, held, self._beats).decode()
 
     def _moves(self, beats: str) -> bool:
-        before, deadline = self._store.add(beats, 0), time.monotonic() + min(_SILENT, self._place.seconds)
+        before, deadline = self._store.add(beats, 0), time.monotonic() + _SILENT
         while time.monotonic() < deadline:
             time.sleep(_BEAT / 2)
             if self._store.add(beats, 0) != before:
@@ -165,13 +177,17 @@ def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
         return "the other hosts have ended this run: see what they say", 1
     if late:
         try:
-            absent = _here[0].absent()
+            absent, lost = _here[0].absent(), _here[0].lost()
         except (dist.DistError, RuntimeError):
-            return f"the store at {place.address}:{place.port} is lost: is the network of the first host up?", 1
+            return _STORE_LOST.format(place=place), 1
         if absent:
             return f"{place.count - len(absent)} of {place.count} hosts have come, missing: {place.rank_by} {', '.join(map(str, absent))}", 2
+        if lost:
+            return f"{place.rank_by} {', '.join(map(str, lost))} had come and is lost: has the host gone, or its launcher ended?", 1
         return f"all {place.count} hosts have come, and not all of them stayed: see what the others say", 1
-    if isinstance(problem, RendezvousConnectionError | dist.DistNetworkError) or isinstance(cause, dist.DistNetworkError):
+    if isinstance(problem, RendezvousConnectionError):
+        return _STORE_LOST.format(place=place), 1
+    if isinstance(problem, dist.DistNetworkError) or isinstance(cause, dist.DistNetworkError):
         return f"a host that had come is lost ({said}): is its network up?", 1
     return said, 2
 

@@ -10,10 +10,14 @@ import socket
 import time
 import uuid
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from tio_megatron.collectives import failure, store_line
 
@@ -21,6 +25,8 @@ _POLL = 0.02
 _LEAVING = 5.0
 """Seconds that ranks have to say what they noticed, and to end."""
 _BEGUN = "tio_megatron/begun"
+_RUN = "QWEN3_MOE_RUN_STORE"
+"""A variable from the launch script to its ranks, not for people."""
 _held: list[Store] = []
 
 
@@ -42,24 +48,36 @@ def kept() -> bool:
 
 
 def bind_torchruns_stores() -> None:
-    """From now on the second store of a torchrun in this process, where the ranks meet, listens at the address that it is named by.
+    """From now on the second store of a torchrun in this process, where the ranks meet, listens at the address that it is named by, and every round of
+    the rendezvous says where it is.
 
     Replaces ``DynamicRendezvousHandler._create_tcp_store_server`` of torch 2.13, which listens on every interface and has no option for it. The first
-    store, of the rendezvous itself, is :func:`store_at`.
+    store, of the rendezvous itself, is :func:`store_at`. And wraps its ``next_rendezvous``: torch says in the first round alone where the ranks meet, so
+    that a host that comes for another's would ask the round it has come to for ever, and the others wait for it.
 
     Raises:
-        RuntimeError: torch has no such method.
+        RuntimeError: torch has no such methods.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    if not hasattr(DynamicRendezvousHandler, "_create_tcp_store_server"):
-        raise RuntimeError(f"torch {torch.__version__}: DynamicRendezvousHandler has no _create_tcp_store_server; 2.13.0 has, and would listen everywhere")
+    stock = getattr(DynamicRendezvousHandler, "next_rendezvous", None)
+    if stock is None or not hasattr(DynamicRendezvousHandler, "_create_tcp_store_server"):
+        lacks = "_create_tcp_store_server or no next_rendezvous; 2.13.0 has, and would listen everywhere, or not take in a host that comes later"
+        raise RuntimeError(f"torch {torch.__version__}: DynamicRendezvousHandler has no {lacks}")
 
     def listen(self: DynamicRendezvousHandler, master_addr: str, master_port: int) -> Store:
+        if self._shared_tcp_store_server is not None:  # of a round before
+            return self._shared_tcp_store_server
         family = socket.AF_INET6 if ":" in master_addr else socket.AF_INET
         return keep(store_at(master_addr, socket.create_server((master_addr, master_port), family=family), timedelta(seconds=300)))
 
+    def meet(self: DynamicRendezvousHandler) -> RendezvousInfo:
+        self._bootstrap_store_info = None
+        info: RendezvousInfo = stock(self)
+        return info
+
     DynamicRendezvousHandler._create_tcp_store_server = listen  # type: ignore[method-assign, assignment]
+    DynamicRendezvousHandler.next_rendezvous = meet  # type: ignore[method-assign]
 
 
 def outlive_the_store(seconds: float) -> None:
@@ -139,12 +157,23 @@ def name_of_start(store: Store, rank: int, size: int, limit: timedelta) -> str:
     return mine
 
 
+def name_the_runs_store(address: str, port: int) -> None:
+    """Tell the ranks that this process will start where the store of the whole run is. The one they meet in is of rank 0's host, which need not be the
+    first, and is another when that host was lost and has come again."""
+    os.environ[_RUN] = f"{address} {port}"
+
+
 def begun(store: Store) -> bool:
-    """Whether an earlier start of the same torchrun had begun its work: then what lies in the job's folder is this run's own."""
-    return restarted_by_torchrun() and bool(store.check([_BEGUN]))
+    """Whether an earlier start of the same run had begun its work: then what lies in the job's folder is this run's own. ``store``: where the ranks met."""
+    return restarted_by_torchrun() and bool(_of_the_run(store).check([_BEGUN]))
 
 
 def begin(store: Store) -> None:
     """From here on a restart goes on instead of starting anew."""
     if restarted_by_torchrun():
-        store.set(_BEGUN, "1")
+        _of_the_run(store).set(_BEGUN, "1")
+
+
+def _of_the_run(store: Store) -> Store:
+    address, _, port = os.environ.get(_RUN, "").partition(" ")
+    return dist.TCPStore(address, int(port), None, False, timedelta(seconds=failure.patience()), wait_for_workers=False) if port else store

@@ -38,9 +38,10 @@ def test_a_number_given_twice_is_refused_and_a_successor_is_not(run):
     with pytest.raises(arrival.Refused, match="already has its host number 1 of 2: is NODE_RANK 1 given twice"):
         arrival.Arrival(run)
     other = arrival.Arrival(Hosts(2, 0, run.address, run.port, 10))  # the control: another number
-    assert other.absent() == [] and first.stop()
+    assert other.absent() == [] and other.lost() == [] and first.stop()
+    assert other.lost() == [1]
     again = arrival.Arrival(run)  # the number beats no more: a host that was lost comes again
-    assert again.stop() and other.stop()
+    assert other.lost() == [] and again.stop() and other.stop()
 
 
 def test_hosts_that_disagree_on_how_many_they_are(run):
@@ -68,7 +69,7 @@ def test_what_torch_says_of_a_lost_host_is_said_in_our_words(run, monkeypatch):
     monkeypatch.setattr(arrival, "_here", [here])
     assert arrival.why(place, dist.DistNetworkError(torchs)) == ("a host that had come is lost (10.77.0.1:29500: No route to host): is its network up?", 1)
     lost = RendezvousConnectionError("The connection to the C10d store has failed.")
-    assert arrival.why(run, lost)[1] == 1
+    assert arrival.why(run, lost) == (f"the store at 127.0.0.1:{run.port} is lost: has the first host ended, or is its network down?", 1)
     assert arrival.why(run, RendezvousTimeoutError()) == ("1 of 2 hosts have come, missing: NODE_RANK 0", 2)
     assert here.stop()
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import launched
 import netns_hosts as network
 import pytest
 from loud import skip_outside_ci
+from short_rl import SHORT, decided, metrics, wait
 
 from tio_megatron.checkpoint import latest_training, training_state
 from tio_megatron.rollouts import Store
 
 LACKING = network.missing()
-SHORT = ("--num-layers", "1", "--pretrain-steps", "1", "--warm-steps", "4", "--prompts", "4", "--samples", "4", "--steps", "6", "--save-every", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +37,6 @@ def run(hosts: int, folder: Path, name: str, kills: list[tuple[int, int]], **mor
         ended = [process.communicate(timeout=300) for process in processes]
         assert [process.returncode for process in processes] == [0] * hosts, ended
         return "".join(said for said, _ in ended)
-
-
-def wait(done, processes, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes), [p.communicate() for p in processes if p.poll()]
-        time.sleep(0.02)
-
-
-def metrics(out: Path) -> list[dict]:
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-def decided(out: Path) -> list[dict]:
-    """The steps without what the clock says."""
-    return [{name: value for name, value in step.items() if name != "tokens_per_s"} for step in metrics(out)]
 
 
 @pytest.mark.full

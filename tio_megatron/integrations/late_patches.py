@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 from tio_megatron.integrations.patching import Installed, Patch, install
@@ -74,6 +74,42 @@ class LatePatches:
         while self._installed:
             self._installed[-1].undo()
             self._installed.pop()
+
+
+class Switch:
+    """Late patches that are on or off in this process. ``patches`` makes them, each time they are switched on."""
+
+    def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
+        self._patches = patches
+        self._late: LatePatches | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether they are in force, or wait for their modules."""
+        return self._late is not None
+
+    def on(self) -> None:
+        """Harmless when on.
+
+        Raises:
+            MovedSymbolError: as :class:`LatePatches`.
+        """
+        if self._late is None:
+            self._late = LatePatches(self._patches())
+
+    def off(self) -> None:
+        """Restore every symbol. Harmless when off.
+
+        Raises:
+            RuntimeError: somebody has replaced a symbol after us.
+        """
+        if self._late is not None:
+            self._late.undo()
+            self._late = None
+
+    def problems(self) -> list[str]:
+        """One line for each patch that went in and is not in force any more."""
+        return self._late.problems() if self._late is not None else []
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.patching import Patch
 
@@ -30,8 +30,6 @@ SUPPORTED = "Megatron-LM core_v0.16.1"
 _ASKS_CUDA = ("arguments", "checkpointing", "initialize", "training", "utils", "yaml_arguments")
 """Modules of ``megatron.training`` that name CUDA."""
 
-_installed: LatePatches | None = None
-
 
 def enable() -> None:
     """Let Megatron-LM run on this CPU, megatron-core with it. Harmless when called again.
@@ -40,19 +38,14 @@ def enable() -> None:
         RuntimeError: a CUDA device is present, or a contract is applied already.
         MovedSymbolError: another version of megatron-core or Megatron-LM is installed.
     """
-    global _installed
-    if _installed is not None:
-        return
-    cpu_device.enable()
-    _installed = LatePatches(_patches())
+    if not _switch.is_on:
+        cpu_device.enable()
+    _switch.on()
 
 
 def disable() -> None:
     """Restore every symbol. Harmless when not enabled."""
-    global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _switch.off()
     cpu_device.disable()
 
 
@@ -109,3 +102,6 @@ def _compile_unless_there(original: Callable[[], None]) -> Callable[[], None]:
             logger.info("the datasets' C++ helper is compiled already")
 
     return compile_helpers
+
+
+_switch = Switch(_patches)

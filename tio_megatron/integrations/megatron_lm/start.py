@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tio_megatron.contract.environment import VARIABLE as CONTRACT
 from tio_megatron.contract.environment import Setting, from_environment, read
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron_lm.options import OFF, Options, read_options
 from tio_megatron.integrations.megatron_lm.patches import stock_patches
 
@@ -15,7 +15,7 @@ VARIABLE = "TIO_MEGATRON"
 """``1``: ``tio_megatron.auto`` applies a contract, the default one where ``TIO_CONTRACT`` names none. Unset, empty or ``0``: it follows ``TIO_CONTRACT``."""
 
 
-_stock: LatePatches | None = None
+_stock = Switch(stock_patches)
 """What lets a stock run's parser take our arguments."""
 
 
@@ -69,7 +69,6 @@ def switch_on(arguments: Sequence[str], *, wanted: bool = False) -> Setting | No
     Raises:
         ValueError, ImportError, RuntimeError: see :func:`chosen`, :func:`tio_megatron.apply` and :func:`.cpu_device.enable`.
     """
-    global _stock
     options = read_options(arguments)
     leave()
     setting = chosen(options, wanted=wanted)
@@ -83,13 +82,10 @@ def switch_on(arguments: Sequence[str], *, wanted: bool = False) -> Setting | No
 
         apply(setting.contract, vocab_size=setting.vocab_size)
     elif options != Options():
-        _stock = LatePatches(stock_patches())
+        _stock.on()
     return setting
 
 
 def leave() -> None:
     """Take back what :func:`switch_on` did to a stock run's parser. Harmless when it did nothing."""
-    global _stock
-    if _stock is not None:
-        _stock.undo()
-        _stock = None
+    _stock.off()

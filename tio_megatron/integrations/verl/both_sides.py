@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron.versions import installed
 from tio_megatron.integrations.patching import Patch
 from tio_megatron.integrations.verl import local_layers, refusals
@@ -20,8 +20,6 @@ QUESTION = "tio_agree"
 """A method that vLLM's workers have where the plug-in is on (:func:`..vllm.workers.tio_agree`)."""
 SECONDS = 120.0
 
-_installed: LatePatches | None = None
-
 
 def enable() -> None:
     """In verl's workers and its driver, whenever they are imported from now on. Harmless when called again.
@@ -29,23 +27,19 @@ def enable() -> None:
     Raises:
         ImportError: verl is another version than the supported one.
     """
-    global _installed
-    if _installed is None:
+    if not _switch.is_on:
         installed("verl", (SUPPORTED_VERL,))
-        _installed = LatePatches(_patches())
+    _switch.on()
 
 
 def disable() -> None:
     """Restore verl. Harmless when not enabled."""
-    global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _switch.off()
 
 
 def problems() -> list[str]:
     """One line for each patch of verl or mbridge that went in and is not in force any more in this process."""
-    return (_installed.problems() if _installed is not None else []) + local_layers.problems()
+    return _switch.problems() + local_layers.problems()
 
 
 def mine() -> dict[str, Any]:
@@ -127,3 +121,6 @@ def _patches() -> list[Patch]:
         ("verl.checkpoint_engine.base:CheckpointEngineManager.build_process_group", ask_servers, "the only place that knows both sides"),
     )
     return [Patch(target, build, why=why, supported=supported) for target, build, why in rows]
+
+
+_switch = Switch(_patches)

@@ -22,7 +22,7 @@ from verl.plugin.platform import PlatformRegistry, platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
 from tio_megatron.contract.environment import from_environment
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.patching import Patch
 from tio_megatron.integrations.verl import local_layers
@@ -31,8 +31,6 @@ from tio_megatron.integrations.verl.stock_engine import stock_patches
 SUPPORTED_VERL = "0.9.1"
 
 HOST = torch.device("cpu")
-
-_installed: LatePatches | None = None
 
 
 class _HostModule(types.ModuleType):
@@ -192,25 +190,20 @@ def enable() -> None:
     Raises:
         RuntimeError: a CUDA device is present, or a contract is applied already.
     """
-    global _installed
     # verl's own switch: engines are registered for "cuda" and "npu"; the first are plain Megatron's.
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     cpu_device.enable()
     local_layers.enable()
-    if _installed is None:
-        _installed = LatePatches(_patches())
+    _switch.on()
     if not isinstance(platform_manager._current_platform, CpuPlatform):
         platform_manager._current_platform = CpuPlatform()
 
 
 def disable() -> None:
     """Give verl and megatron-core their devices back."""
-    global _installed
     if isinstance(platform_manager._current_platform, CpuPlatform):
         platform_manager._current_platform = None
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _switch.off()
     local_layers.disable()
     cpu_device.disable()
 
@@ -240,3 +233,6 @@ def _patches() -> list[Patch]:
 
 
 enable()
+
+
+_switch = Switch(_patches)

@@ -12,13 +12,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron.versions import installed
 from tio_megatron.integrations.patching import Patch
 
 SUPPORTED_MBRIDGE = "0.15.1"
-
-_installed: LatePatches | None = None
 
 
 def enable() -> None:
@@ -27,22 +25,17 @@ def enable() -> None:
     Raises:
         ImportError: mbridge is imported already and is another version; if it comes later, its import ends with this error.
     """
-    global _installed
-    if _installed is None:
-        _installed = LatePatches(_patches())
+    _switch.on()
 
 
 def disable() -> None:
     """Restore mbridge. Harmless when not enabled."""
-    global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _switch.off()
 
 
 def problems() -> list[str]:
     """One line for each patch of mbridge that went in and is not in force any more."""
-    return _installed.problems() if _installed is not None else []
+    return _switch.problems()
 
 
 def grouped_name(name: str, dense: bool) -> str:
@@ -94,3 +87,6 @@ def _patches() -> list[Patch]:
         Patch("mbridge.core.llm_bridge:LLMBridge._get_transformer_layer_spec", _local_spec, why="asks for Transformer Engine's layers", supported=supported),
         Patch("mbridge.core.bridge:Bridge._weight_name_mapping_mcore_to_hf", _by_local_names, why="knows Transformer Engine's names", supported=supported),
     ]
+
+
+_switch = Switch(_patches)
