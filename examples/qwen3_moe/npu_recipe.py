@@ -191,9 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"qwen3_moe_30b_npu: --npus {options.npus}, --layout {name}: {error}", file=sys.stderr)
             return 2
     if options.check:
-        for name in names:
-            say(told(name, RECIPES[name], options.model, options.data, options.npus, options.more))
-        say("not run on an NPU: python -m tio_megatron.ascend_selfcheck comes first there")
+        try:
+            for name in names:
+                say(told(name, RECIPES[name], options.model, options.data, options.npus, options.more))
+            say("not run on an NPU: python -m tio_megatron.ascend_selfcheck comes first there")
+            sys.stdout.flush()
+        except OSError as error:  # a full disk behind stdout, a reader that has gone
+            print(f"qwen3_moe_30b_npu: what was found cannot be written: {error.strerror}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(2)  # the interpreter would try to write the rest once more
         return int(any(RECIPES[name].problems() for name in names))
     missing = [words for module, words in PACKAGES.items() if not _there(module)]
     if missing:

@@ -271,7 +271,7 @@ def residual_form(stage: Stage, draw: Draw) -> Truth:
     """a branch that is added twice, or not at all; halves of the gated unit swapped; another activation."""
     sizes = draw.sizes()
     layer = draw.layer(sizes)
-    kind = draw.choice(["twice", "left out", "swapped", "gelu"])
+    kind = draw.choice(["twice", "left out", "swapped", "gelu", "quick gelu"])
     if kind in ("twice", "left out"):
         place = f"layers.{layer}.{draw.choice(['attn_residual', 'mlp_residual'])}"
 
@@ -281,10 +281,14 @@ def residual_form(stage: Stage, draw: Draw) -> Truth:
         place = f"layers.{layer}.{'expert_act' if sizes.moe[layer] else 'act'}"
 
         def step(model: Model, usual, gate, up):
-            return model.swiglu(up, gate) if kind == "swapped" else (F.gelu(gate.double()).float() * up.float()).to(model.sizes.dtype)
+            if kind == "swapped":
+                return model.swiglu(up, gate)
+            x = gate.double()
+            other = F.gelu(x) if kind == "gelu" else x * torch.sigmoid(1.702 * x)
+            return (other.float() * up.float()).to(model.sizes.dtype)
 
     stage.both(sizes, draw.sequences(sizes), Plan(steps={place: step}))
-    return Truth("framework", ({"swapped": "gate-up-swapped", "gelu": "activation"}.get(kind, "residual-terms"),), (place,))
+    return Truth("framework", ({"swapped": "gate-up-swapped", "gelu": "activation", "quick gelu": "activation"}.get(kind, "residual-terms"),), (place,))
 
 
 def two_at_once(stage: Stage, draw: Draw) -> Truth:

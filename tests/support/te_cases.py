@@ -186,17 +186,61 @@ def gradients(_: int) -> None:
 
 def refused(tp: int) -> None:
     """A part of Transformer Engine that is not mapped is refused by its name and place."""
+    import torch
     import transformer_engine
-    from megatron.core.extensions.transformer_engine import TEFusedMLP, TELinear
+    from megatron.core.extensions.transformer_engine import TEFusedMLP, TELayerNormColumnParallelLinear, TELinear, TERowParallelLinear
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     import tio_megatron as tio
     from tio_megatron.integrations.megatron.specs import convert
 
+    class Own(MoELayer):
+        pass
+
+    class OwnRows(TERowParallelLinear):
+        pass
+
+    class FusedLayerNorm(torch.nn.Module):
+        """By its name megatron-core's."""
+
+    def moe(grouped: bool) -> Any:
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=grouped, qk_layernorm=True)
+
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     with tio.apply():
+        for grouped in (False, True):
+            convert(moe(grouped), config(8, grouped))  # the control
+            for part, name, wrong in (
+                ("experts", "linear_fc2", TELinear),
+                ("experts", "linear_fc1", TELayerNormColumnParallelLinear),
+                ("experts", "linear_fc1", OwnRows),
+                ("shared_experts", "linear_fc2", TELinear),
+                ("shared_experts", "linear_fc2", OwnRows),
+                ("shared_experts", "", TEFusedMLP),
+                ("router", "", TELinear),
+                ("", "", Own),
+            ):
+                changed = moe(grouped)
+                layer = changed.submodules.mlp
+                if name:
+                    setattr(getattr(layer.submodules, part).submodules, name, wrong)
+                elif part == "router":
+                    layer.submodules.router = wrong
+                elif part:
+                    getattr(layer.submodules, part).module = wrong
+                else:
+                    layer.module = wrong
+                where = ".".join(word for word in (part, name) if word) or "mlp"
+                try:
+                    convert(changed, config(8, grouped))
+                except ValueError as error:
+                    assert f"{wrong.__name__} as {where} has no ordered form" in str(error), error
+                else:
+                    raise AssertionError(f"{wrong.__name__} as {where}: nothing was raised")
         for change, named in (
+            (lambda s: setattr(s.submodules, "input_layernorm", FusedLayerNorm), "FusedLayerNorm as input_layernorm has no ordered form"),
             (lambda s: setattr(s.submodules.self_attention.submodules, "linear_proj", TELinear), "TELinear as linear_proj has no ordered form"),
             (lambda s: setattr(s.submodules, "mlp", ModuleSpec(module=TEFusedMLP)), "TEFusedMLP as mlp has no ordered form"),
         ):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from faults import examine
 from planted_model import Plan, weights_of
 from planted_pair import planted
@@ -48,3 +49,21 @@ def test_the_side_of_another_type_is_the_one_that_changes_it(dtype, seed, tmp_pa
 def test_logits_in_bf16_are_the_side_that_departs(seed, tmp_path):
     found, place, side = planted(tmp_path, seed, lambda draw, sizes: ("logits", Plan(steps={"logits": lambda model, usual, **_: usual().to(BF16)})), dtype=BF16)
     assert (found.cause, found.point, found.side) == ("dtype", place, side), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_checkpoint_kept_in_two_16_bit_types_is_no_stale_one(seed, tmp_path):
+    draw = Draw(760 + seed)
+    sizes = draw.sizes(dtype=BF16)
+    wide = weights_of(replace(sizes, dtype=FP32), seed)
+    halves = {name: weight.to(torch.bfloat16) for name, weight in wide.items()}, {name: weight.to(torch.float16) for name, weight in wide.items()}
+    sequences = draw.sequences(sizes)
+    Stage(tmp_path / "types", draw).both(sizes, sequences, Plan(), weights=halves[0], wrong_weights=halves[1])
+    found = examine(tmp_path / "types")
+    assert (found.kind, found.cause) == ("weights", "weights-dtype") and "both rounded from the same values" in found.evidence[0], found
+    # The control: the float16 one is a step of training further.
+    noise = torch.Generator().manual_seed(seed + 100)  # not the weights' own
+    moved = {name: (weight + 0.02 * weight.std() * torch.randn(weight.shape, generator=noise)).to(torch.float16) for name, weight in wide.items()}
+    Stage(tmp_path / "moved", draw).both(sizes, sequences, Plan(), weights=halves[0], wrong_weights=moved)
+    found = examine(tmp_path / "moved")
+    assert found.cause == "weights-stale", found

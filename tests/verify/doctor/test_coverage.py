@@ -159,11 +159,10 @@ def test_the_same_model_under_other_names(tmp_path):
 
 
 def test_options_that_are_none_of_megatron_lms():
-    found = options_of(f"{SCRIPT} --bogus-option 3 --hiden-dropout 0 --use-flash-attn --fp16-lm-cross-entropy --use-checkpoint-args")
-    assert [level for level, _ in found] == ["unknown"] * 5
+    found = options_of(f"{SCRIPT} --bogus-option 3 --hiden-dropout 0 --fp16-lm-cross-entropy --use-checkpoint-args")
+    assert [level for level, _ in found] == ["unknown"] * 4
     assert [re.split(" = | is ", what)[0].partition(": ")[2] for _, what in found] == [
         "fp16_lm_cross_entropy",
-        "use_flash_attn",
         "bogus_option",
         "hiden_dropout",
         "use_checkpoint_args",
@@ -184,6 +183,7 @@ def test_every_argument_of_megatron_lm_is_judged_said_to_be_harmless_or_named():
     how = "attention_backend calculate_per_token_loss group_query_attention sequence_parallel use_rotary_position_embeddings bf16 swiglu disable_bias_linear"
     how += " moe_router_dtype deterministic_mode qk_layernorm expert_model_parallel_size tensor_model_parallel_size untie_embeddings_and_output_weights"
     how += " transformer_impl moe_router_load_balancing_type"  # with a coefficient of 0
+    how += " use_flash_attn"  # attention is ours
     how += " ffn_hidden_size"  # of layers without experts, of which there are none
     how += " main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"  # of an optimizer that is refused by its switch
     assert silent <= {*how.split(), "pipeline_model_parallel_size", "expert_tensor_parallel_size"}, silent - {*how.split()}
@@ -197,6 +197,8 @@ def test_verls_model_and_overrides():
         ("+actor_rollout_ref.model.override_config.rope_theta=10000", "unknown", "override_config.rope_theta"),
         ("actor_rollout_ref.model.lora_rank=8", "bad", "lora_rank = 8"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.bogus=1", "unknown", "bogus is not judged"),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.params_dtype=float16", "unknown", "params_dtype = float16 is not judged"),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.use_ascend_mc2=True", "bad", "use_ascend_mc2=True: its fused product"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_shared_expert_intermediate_size=64", "bad", "no shared expert"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta=10000", "bad", "hf_overrides"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.bogus=1", "unknown", "bogus is not judged"),
@@ -215,6 +217,21 @@ def test_verls_model_and_overrides():
     other = f"{words} actor_rollout_ref.rollout.something_new=1"
     notes = [one.what for one in examine(model="Qwen3-30B-A3B", trainer=other, rollout=other).findings if "verl's own" in one.what]
     assert notes and "something_new" in notes[-1]
+
+
+def test_mindspeeds_options_are_judged_by_its_table():
+    works = "--use-flash-attn --use-fused-rotary-pos-emb --use-fused-swiglu --use-fused-rmsnorm --use-distributed-optimizer"
+    works += " --context-parallel-size 2 --context-parallel-algo kvallgather_cp_algo --optimizer-selection fused_torch_adamw"
+    assert not options_of(f"{SCRIPT} {works}")
+    for more, said in (
+        ("--use-ascend-mc2", "use_ascend_mc2=True: its fused product"),
+        ("--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", "context_parallel_algo='ulysses_cp_algo': it cuts"),
+        ("--optimizer-selection fused_ema_adamw", "optimizer_selection='fused_ema_adamw'"),
+        ("--pre-tockens 1024", "pre_tockens=1024: it is a sliding window"),
+    ):
+        ((level, what),) = options_of(f"{SCRIPT} {more}")
+        assert level == "bad" and said in what, (more, what)
+        assert {level for level, _ in options_of(f"{SCRIPT} {more}", plugged=False)} == {"unknown"}, "of a stock run nothing is promised"
 
 
 def test_the_launch_script_that_is_shipped_is_judged(tmp_path):

@@ -10,7 +10,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts as stock_experts
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,6 +23,7 @@ from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
 from tio_megatron.integrations.megatron.moe_refusals import moe_refusals, refuse_moe
 from tio_megatron.integrations.megatron.moe_router import OrderedRouter
 from tio_megatron.integrations.megatron.moe_shared import OrderedSharedExpertMLP
+from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, require
 from tio_megatron.integrations.megatron.versions import release
 
 __all__ = ["moe_refusals", "moe_spec"]
@@ -35,20 +38,22 @@ def moe_spec(stock: Any, config: TransformerConfig) -> Any:
         config: the model's config; only checked.
 
     Raises:
-        ValueError: the config has an option that is refused, or the experts are of an unknown kind.
+        ValueError: the config has an option that is refused; or names a part that has no ordered form, and its place.
     """
     refuse_moe(config)
-    kind = part_class(part_submodules(stock).experts)
+    parts = part_submodules(stock)
+    _check_parts(stock, parts)
+    kind = part_class(parts.experts)
     legacy = (stock_experts.GroupedMLP,) if release().legacy_experts else ()
     if kind in (*legacy, TEGroupedMLP, OrderedGroupedMLP):
         ours = ModuleSpec(module=OrderedGroupedMLP)
     elif kind in (SequentialMLP, OrderedSequentialMLP):
         # The linear modules only hold weights: the experts' forward is one grouped product.
-        fc1, fc2 = (te_forms.HeldColumnLinear, te_forms.HeldRowLinear) if _on_te(part_submodules(stock).experts) else (ColumnParallelLinear, RowParallelLinear)
+        fc1, fc2 = (te_forms.HeldColumnLinear, te_forms.HeldRowLinear) if _on_te(parts.experts) else (ColumnParallelLinear, RowParallelLinear)
         ours = ModuleSpec(module=OrderedSequentialMLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     else:
         raise ValueError(f"experts: {kind} is not a module we can replace; use Megatron's GroupedMLP, TEGroupedMLP or SequentialMLP")
-    on_te = _on_te(part_submodules(stock).shared_experts)
+    on_te = _on_te(parts.shared_experts)
     fc1, fc2 = (te_forms.ColumnLinearForm, te_forms.RowLinearForm) if on_te else (OrderedColumnLinear, OrderedRowLinear)
     shared = ModuleSpec(
         module=OrderedSharedExpertMLP,
@@ -62,20 +67,28 @@ def moe_spec(stock: Any, config: TransformerConfig) -> Any:
     return replace(stock, module=OrderedMoELayer, submodules=submodules)
 
 
-def part_class(part: Any) -> Any:
-    """The class that ``part`` of a spec builds: of a ``ModuleSpec``, of a partial call of the class or of one of its class methods, or itself."""
-    if isinstance(part, functools.partial):
-        return getattr(part.func, "__self__", part.func)
-    return part.module if isinstance(part, ModuleSpec) else part
-
-
-def part_submodules(part: Any) -> Any:
-    """The submodules that ``part`` of a spec names."""
-    return part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+def _check_parts(layer: Any, parts: Any) -> None:
+    """Refuse what would be dropped in silence: ours take the place of the whole layer, its router, its experts and their linear layers."""
+    require(layer, "mlp", (MoELayer, OrderedMoELayer))
+    if release().router_in_spec:
+        require(parts.router, "router", (TopKRouter, OrderedRouter))
+    experts = part_submodules(parts.experts)
+    if experts is not None and part_class(parts.experts) is TEGroupedMLP:
+        require(experts.linear_fc1, "experts.linear_fc1", (), ("TEColumnParallelGroupedLinear",))
+        require(experts.linear_fc2, "experts.linear_fc2", (), ("TERowParallelGroupedLinear",))
+    elif experts is not None:
+        require(experts.linear_fc1, "experts.linear_fc1", (ColumnParallelLinear, te_forms.HeldColumnLinear), ("TEColumnParallelLinear",))
+        require(experts.linear_fc2, "experts.linear_fc2", (RowParallelLinear, te_forms.HeldRowLinear), ("TERowParallelLinear",))
+    if parts.shared_experts is not None:
+        require(parts.shared_experts, "shared_experts", (SharedExpertMLP, OrderedSharedExpertMLP))
+        shared = part_submodules(parts.shared_experts)
+        columns = (ColumnParallelLinear, OrderedColumnLinear, te_forms.ColumnLinearForm)
+        rows = (RowParallelLinear, OrderedRowLinear, te_forms.RowLinearForm)
+        require(shared.linear_fc1, "shared_experts.linear_fc1", columns, ("TEColumnParallelLinear",))
+        require(shared.linear_fc2, "shared_experts.linear_fc2", rows, ("TERowParallelLinear",))
 
 
 def _on_te(spec: Any) -> bool:
     """Whether an MLP's spec names Transformer Engine's linear layers, or ours under their names."""
-    parts = spec.keywords.get("submodules") if isinstance(spec, functools.partial) else getattr(spec, "submodules", None)
-    first = part_class(getattr(parts, "linear_fc1", None))
+    first = part_class(getattr(part_submodules(spec), "linear_fc1", None))
     return bool(te_forms.named(first)) or first in (te_forms.ColumnLinearForm, te_forms.HeldColumnLinear)

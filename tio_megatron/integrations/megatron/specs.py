@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.integrations.megatron import modules, te_forms
-from tio_megatron.integrations.megatron.moe_spec import moe_spec, part_class, part_submodules
+from tio_megatron.integrations.megatron.moe_spec import moe_spec
+from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, unknown
 from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.integrations.mindspeed.manager import stock
 
@@ -90,11 +91,11 @@ def _stage(vp_stage: int | None, pp_rank: int | None) -> dict[str, int | None]:
 
 def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     if spec.module not in (TransformerLayer, modules.OrderedTransformerLayer):
-        raise _unknown(spec.module, "layer")
+        raise unknown(spec.module, "layer")
     parts = spec.submodules
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if _module(getattr(parts, name)) is not IdentityOp:
-            raise _unknown(_module(getattr(parts, name)), name)
+            raise unknown(_module(getattr(parts, name)), name)
     ours = replace(
         parts,
         input_layernorm=_part(parts.input_layernorm, "input_layernorm"),
@@ -107,7 +108,7 @@ def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 
 def _attention(spec: ModuleSpec) -> ModuleSpec:
     if spec.module is not SelfAttention:
-        raise _unknown(spec.module, "self_attention")
+        raise unknown(spec.module, "self_attention")
     parts = spec.submodules
     ours = replace(
         parts,
@@ -125,7 +126,7 @@ def _mlp(spec: Any, config: TransformerConfig) -> Any:
     if isinstance(module, type) and issubclass(module, MoELayer):
         return moe_spec(spec, config)
     if module not in (MLP, modules.OrderedMLP):
-        raise _unknown(module, "mlp")
+        raise unknown(module, "mlp")
     parts = part_submodules(spec)
     ours = replace(parts, linear_fc1=_part(parts.linear_fc1, "linear_fc1"), linear_fc2=_part(parts.linear_fc2, "linear_fc2"))
     if isinstance(spec, functools.partial):
@@ -150,20 +151,13 @@ def _part(part: Any, where: str) -> Any:
         return part
     # Under MindSpeed both the part and the names imported above may be its own stand-ins.
     ours = {stock(theirs): ordered for theirs, ordered in ORDERED.items()}.get(stock(module))
-    if getattr(stock(module), "__name__", "") in STOCK_NORMS:
+    if getattr(stock(module), "__name__", "") in STOCK_NORMS and stock(module).__module__.startswith("megatron.core."):
         ours = modules.OrderedRMSNorm
     ours = te_forms.FORMS.get(te_forms.named(module), ours)
     if ours is None:
-        raise _unknown(module, where)
+        raise unknown(module, where)
     return replace(part, module=ours) if isinstance(part, ModuleSpec) else ours
 
 
 def _module(part: Any) -> Any:
     return part.module if isinstance(part, ModuleSpec) else part
-
-
-def _unknown(module: Any, where: str) -> ValueError:
-    if te_forms.is_mock(module):
-        return ValueError(f"layer spec: {where} is a Transformer Engine part, and Transformer Engine is not installed; use get_gpt_layer_local_spec")
-    name = getattr(module, "__name__", repr(module))
-    return ValueError(f"layer spec: {name} as {where} has no ordered form; use get_gpt_layer_local_spec or tio_megatron's gpt_layer_spec")

@@ -40,11 +40,19 @@ def refusals(config: Any) -> list[str]:
     """One line if ``config``, or the arguments that MindSpeed reads now, cut sequences in another way than the contract."""
     if not manager.present() or config.context_parallel_size < 2:
         return []
-    found = []
-    for source in (config, manager.arguments()):
-        name = getattr(source, "context_parallel_algo", None) or "megatron_cp_algo"
-        way = next((way for way in WAYS if way.algorithm == name), None)
-        if way is None or not way.taken:
-            cut = "an unknown cut" if way is None else f"it cuts a sequence in {way.cut}"
-            found.append(f"context_parallel_algo={name!r}: {cut}; {_RING}")
-    return found[:1]
+    lines = (refusal(getattr(source, "context_parallel_algo", None)) for source in (config, manager.arguments()))
+    return [line for line in lines if line is not None][:1]
+
+
+def refusal(algorithm: str | None) -> str | None:
+    """One line if a value of ``context_parallel_algo`` (None: its default) cuts sequences in another way than the contract.
+
+    >>> refusal("ulysses_cp_algo").partition(";")[0]
+    "context_parallel_algo='ulysses_cp_algo': it cuts a sequence in cp slices, one after another"
+    """
+    name = algorithm or "megatron_cp_algo"
+    way = next((way for way in WAYS if way.algorithm == name), None)
+    if way is not None and way.taken:
+        return None
+    cut = "an unknown cut" if way is None else f"it cuts a sequence in {way.cut}"
+    return f"context_parallel_algo={name!r}: {cut}; {_RING}"

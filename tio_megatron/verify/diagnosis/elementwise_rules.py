@@ -130,7 +130,9 @@ def swiglu_rules(case: Case) -> Iterator[Rule]:
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "relu": F.relu,
+        "squared relu": lambda x: F.relu(x).square(),
         "sigmoid": torch.sigmoid,
     }
 

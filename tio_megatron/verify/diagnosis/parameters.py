@@ -78,6 +78,10 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
         for side, rough, fine in (("B", q, p), ("A", p, q)):
             if np.abs(_rounded(fine, narrow) - rough).max() <= 1e-12 * max(1.0, np.abs(fine).max()) and gap < 0.1:
                 return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to {narrow}")
+    for side, halves in (("A", (p, q)), ("B", (q, p))):
+        if _one_in_two_types(*halves):
+            other = "B" if side == "A" else "A"
+            return _finding("weights-dtype", name, "", f"{side} holds in bfloat16 what {other} holds in float16: both rounded from the same values")
     if whole[0] is not None and whole[1] is not None and whole[0].dim() == 2 and whole[0].shape == whole[1].shape:
         turned = [w.double().t().reshape(-1).numpy() for w in whole if w is not None]
         if np.array_equal(turned[0], q) or np.array_equal(turned[1], p):
@@ -147,6 +151,18 @@ def _rounded(values: np.ndarray[Any, Any], narrow: str) -> np.ndarray[Any, Any]:
         scale = np.abs(values).max() / 127
         return np.round(values / scale) * scale if scale > 0 else values
     return torch.from_numpy(values).to(torch.float32).to(getattr(torch, narrow)).to(torch.float64).numpy()
+
+
+def _one_in_two_types(coarse: np.ndarray[Any, Any], fine: np.ndarray[Any, Any]) -> bool:
+    """Whether there are values of which ``coarse`` is the bfloat16 and ``fine`` the float16: no pair is further apart than half a step of bfloat16 and
+    half a step of float16. Elements that both types hold say nothing; all of them alike would not differ."""
+    if not (np.array_equal(_rounded(coarse, "bfloat16"), coarse) and np.array_equal(_rounded(fine, "float16"), fine)):
+        return False
+    if np.array_equal(_rounded(fine, "bfloat16"), fine):
+        return False
+    largest = np.maximum(np.abs(coarse), np.abs(fine))
+    power = 2.0 ** np.floor(np.log2(np.maximum(largest, 2.0**-126)))
+    return bool((np.abs(coarse - fine) <= power * 2.0**-8 + np.maximum(power * 2.0**-11, 2.0**-25)).all())
 
 
 def _finding(cause: str, name: str, side: str, evidence: str, **details: Any) -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment, read
-from tio_megatron.verify.doctor import between, coverage, families, fits, on_npu, options, settings, sources, stock, switches, symbols, versions
+from tio_megatron.verify.doctor import between, coverage, families, fits, mindspeed, on_npu, options, settings, sources, stock, switches, symbols, versions
 from tio_megatron.verify.doctor import held as held_by
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
@@ -72,13 +72,15 @@ def examine(
     result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=families.of_device(device))
     if plugged:
         found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype, known.positions), *_engine(device)]
+        found += mindspeed.trainer(left.running)
         if device == "npu":
             found += on_npu.rollout(right.running, known.dtype, os.environ)
     else:
         found += stock.check(left.running, right.running)
     judged = {_option(finding.what) for finding in found}
     found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
-    found += [*sources.check(left.running, right.running, model), *coverage.check(left.running, right.running, device if plugged else "cpu"), *result.findings]
+    unheard = coverage.check(left.running, right.running, device if plugged else "cpu", plugged=plugged)
+    found += [*sources.check(left.running, right.running, model), *unheard, *result.findings]
     return Examined(tuple(found), result)
 
 

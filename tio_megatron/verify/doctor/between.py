@@ -168,9 +168,15 @@ def _number(value: object) -> str:
     return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)
 
 
+_TYPES = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"})
+
+
 def same_dtype(trainer: Running, rollout: Running, model: Model) -> Iterator[Finding]:
     """What both compute in."""
     left = dtype(trainer)
+    for name in sorted(_TYPES & laid_over(trainer)):
+        what = f"trainer: {name} = {trainer[name]} is not judged: it is laid over verl's own dtype, which is {left}"
+        yield Finding("unknown", TOPIC, what, "leave it out; actor_rollout_ref.actor.megatron.dtype says it")
     right = None if rollout.kind == "words" else str(rollout["dtype"])
     origin = rollout.origin("dtype")
     if right == "auto":

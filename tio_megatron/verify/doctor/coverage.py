@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tio_megatron.contract.messages import named, shown
+from tio_megatron.integrations.mindspeed import options as mindspeed_options
 from tio_megatron.verify.doctor import defaults, megatron_names, vllm_names
 from tio_megatron.verify.doctor.between import COMPARED, FUNCTION
 from tio_megatron.verify.doctor.findings import Finding
@@ -39,26 +40,29 @@ CORE_FIELDS = frozenset(
 )
 """Fields of megatron-core's configs that are no argument of Megatron-LM; a YAML and verl's overrides name them."""
 
+_MINDSPEEDS = frozenset(name for name, option in mindspeed_options.NAMES.items() if not option.asked or option.works is None)
+"""Judged by :mod:`.mindspeed`."""
 _ARGUMENTS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for name in megatron_names.KNOWN) | {"add_bias_linear"}
 _HARMLESS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for names in megatron_names.NEUTRAL.values() for name in names.split())
 _HEARD = frozenset({*defaults.MEGATRON_ARGUMENTS, *defaults.TRANSFORMER_CONFIG, *defaults.VERL_TRAINER, *COMPARED, *FUNCTION})
 
 
-def check(trainer: Running, rollout: Running, device: str = "cpu") -> Iterator[Finding]:
-    """Both sides' options that no check has judged on ``device``."""
-    yield from of_trainer(trainer)
+def check(trainer: Running, rollout: Running, device: str = "cpu", *, plugged: bool = True) -> Iterator[Finding]:
+    """Both sides' options that no check has judged on ``device``; ``plugged``: under the contract."""
+    yield from of_trainer(trainer, plugged=plugged)
     yield from of_rollout(rollout, device)
     yield from _verls(trainer, rollout)
 
 
-def of_trainer(run: Running) -> Iterator[Finding]:
+def of_trainer(run: Running, *, plugged: bool = True) -> Iterator[Finding]:
     """Of Megatron-LM's arguments, a YAML of megatron-core's configs, or verl's overrides of them."""
+    judged = _HEARD | _HARMLESS | LAUNCHER | (_MINDSPEEDS if plugged else frozenset())
     if run.kind == "words":
         return
     names = run.written if run.kind != "verl" else {defaults.MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ())}
     strange = []
     for name in sorted(names):
-        if name in _HEARD or name in _HARMLESS or name in LAUNCHER or name.startswith("tio_"):
+        if name in judged or name.startswith("tio_"):
             continue
         if name in _ARGUMENTS or name in CORE_FIELDS or name in _rules():
             if name not in _rules() and name not in CORE_FIELDS and run[name] not in OFF:
