@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.models.gpt import moe_module_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts as stock_experts
@@ -80,7 +81,8 @@ def _check_parts(layer: Any, parts: Any) -> None:
         require(experts.linear_fc1, "experts.linear_fc1", (ColumnParallelLinear, te_forms.HeldColumnLinear), ("TEColumnParallelLinear",))
         require(experts.linear_fc2, "experts.linear_fc2", (RowParallelLinear, te_forms.HeldRowLinear), ("TERowParallelLinear",))
     if parts.shared_experts is not None:
-        require(parts.shared_experts, "shared_experts", (SharedExpertMLP, OrderedSharedExpertMLP))
+        built_by = getattr(moe_module_specs, "_build_shared_experts", SharedExpertMLP)  # a function from 0.19 on
+        require(parts.shared_experts, "shared_experts", (SharedExpertMLP, OrderedSharedExpertMLP, built_by))
         shared = part_submodules(parts.shared_experts)
         columns = (ColumnParallelLinear, OrderedColumnLinear, te_forms.ColumnLinearForm)
         rows = (RowParallelLinear, OrderedRowLinear, te_forms.RowLinearForm)

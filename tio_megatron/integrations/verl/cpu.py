@@ -232,7 +232,5 @@ def _patches() -> list[Patch]:
     ]
 
 
-enable()
-
-
 _switch = Switch(_patches)
+enable()
