@@ -116,7 +116,7 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
     starts.bind_torchruns_stores()
-    starts.name_the_runs_store(place.address, place.port)
+    starts.tell_ranks(place.address, place.port)
     too_many = arrival.limit_redundant_hosts()
     if place.many:
         starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)

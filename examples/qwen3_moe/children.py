@@ -19,6 +19,9 @@ from examples.qwen3_moe.ending import InputProblem
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 RANK_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+LAUNCHER, RUN_STORE = "QWEN3_MOE_LAUNCHER", "QWEN3_MOE_RUN_STORE"
+"""Variables from the launch script to its ranks, not for people: its process, and where the store of the whole run is."""
+RANK_VARIABLES += (LAUNCHER, RUN_STORE)
 _PREFIXES = ("TORCHELASTIC_", "PET_")
 
 

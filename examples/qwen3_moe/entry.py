@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.qwen3_moe import ending, places
-from examples.qwen3_moe.children import end_with_parent
+from examples.qwen3_moe.children import LAUNCHER, end_with_parent
 from tio_megatron.kernels.build import LibraryError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
     first = there is None or there[0] == 0
     ending.listen(first)
     if there is not None:
-        end_with_parent()
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))  # the launch script, which may have been killed by now; or somebody's torchrun
     try:
         return _in_a_world(options, first, work)
     except KeyboardInterrupt:

@@ -19,14 +19,13 @@ from torch._C._distributed_c10d import Store
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from examples.qwen3_moe.children import LAUNCHER, RUN_STORE
 from tio_megatron.collectives import failure, store_line
 
 _POLL = 0.02
 _LEAVING = 5.0
 """Seconds that ranks have to say what they noticed, and to end."""
 _BEGUN = "tio_megatron/begun"
-_RUN = "QWEN3_MOE_RUN_STORE"
-"""A variable from the launch script to its ranks, not for people."""
 _held: list[Store] = []
 
 
@@ -157,10 +156,10 @@ def name_of_start(store: Store, rank: int, size: int, limit: timedelta) -> str:
     return mine
 
 
-def name_the_runs_store(address: str, port: int) -> None:
-    """Tell the ranks that this process will start where the store of the whole run is. The one they meet in is of rank 0's host, which need not be the
-    first, and is another when that host was lost and has come again."""
-    os.environ[_RUN] = f"{address} {port}"
+def tell_ranks(address: str, port: int) -> None:
+    """Tell the ranks that this process will start who it is, and where the store of the whole run is. The one they meet in is of rank 0's host, which
+    need not be the first, and is another when that host was lost and has come again."""
+    os.environ[LAUNCHER], os.environ[RUN_STORE] = str(os.getpid()), f"{address} {port}"
 
 
 def begun(store: Store) -> bool:
@@ -175,5 +174,5 @@ def begin(store: Store) -> None:
 
 
 def _of_the_run(store: Store) -> Store:
-    address, _, port = os.environ.get(_RUN, "").partition(" ")
+    address, _, port = os.environ.get(RUN_STORE, "").partition(" ")
     return dist.TCPStore(address, int(port), None, False, timedelta(seconds=failure.patience()), wait_for_workers=False) if port else store

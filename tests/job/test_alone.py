@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,3 +63,19 @@ def test_nothing_is_left_where_rank_0_is_killed_while_it_compares(tmp_path):
         time.sleep(0.05)
     assert not Path(f"/proc/{alone}").exists(), "the process that trains alone has outlived rank 0"
     assert not list(scratch.glob("tio-*"))
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_could_ask_does_not_run(tmp_path):
+    """It starts for seconds, and asks Linux to end it with its parent only then; it knows by the launcher's number that its parent is another by now."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launched.free_port())}
+    command = [sys.executable, "-W", "ignore", launched.JOB, "consistency", "--layouts", "dp1", "--soak", "1"]
+
+    def rank(launcher: int) -> subprocess.CompletedProcess[str]:
+        environment = launched.environment(tmp_path, **alone, QWEN3_MOE_LAUNCHER=str(launcher))
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    orphan = rank(ended.pid)
+    assert orphan.returncode == 1 and not orphan.stdout, orphan
+    assert rank(os.getpid()).returncode == 0, "the control: its parent is its launcher"
