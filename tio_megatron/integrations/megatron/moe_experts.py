@@ -11,7 +11,7 @@ Both save distributed checkpoints under the same keys as stock, with the global 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tio_megatron.integrations.megatron import groups, state
+from tio_megatron.integrations.megatron.extra_state import NAME as EXTRA_STATE
 from tio_megatron.integrations.megatron.extra_state import KeepsExtraState
 from tio_megatron.integrations.megatron.random_weights import among_all_experts, whole
 from tio_megatron.layers.experts import ExpertMLP, RowLabels
@@ -93,6 +94,8 @@ class OrderedSequentialMLP(SequentialMLP):
 class _ExpertWeights(KeepsExtraState, MegatronModule):
     """One projection of all local experts: ``weight0``, ``weight1``, ... each [out, in], cut over ``group`` along ``axis``."""
 
+    _each: tuple[Any, ...] | list[Any] = ()
+
     def __init__(
         self,
         count: int,
@@ -124,6 +127,19 @@ class _ExpertWeights(KeepsExtraState, MegatronModule):
     def weights(self) -> list[Parameter]:
         """One for each local expert."""
         return [self.get_parameter(f"weight{i}") for i in range(len(self._parameters))]
+
+    def extra_states(self) -> list[Any]:
+        """One for each local expert, as distributed checkpoints hold them. What came whole, from a plain state dict, is taken apart only where it is
+        empty (no FP8): that takes reading, and stock unpickles it."""
+        count, whole = len(self._parameters), self.get_extra_state()
+        empty = isinstance(whole, torch.Tensor) and whole.numel() == 0
+        return list(self._each) or [whole if count == 1 or empty else None] * count
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        keys = [f"{prefix}{EXTRA_STATE}{i or ''}" for i in range(len(self._parameters))]
+        if len(keys) > 1 and keys[1] in state_dict:
+            self._each = [state_dict.pop(key, None) for key in keys]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class OrderedGroupedMLP(MegatronModule):
@@ -165,6 +181,6 @@ class OrderedGroupedMLP(MegatronModule):
                     weight, f"{key}.weight", axis, replica_id=replica, prepend_offsets=offsets, tp_group=self.tp_group, dp_cp_group=self.dp_group
                 )
                 out[f"{prefix}{name}.weight{i}"] = apply_swiglu_sharded_factory(sharded, offsets, apart) if axis == 0 else sharded
-                extra = make_sharded_object_for_checkpoint(None, f"{key}._extra_state", offsets, (0, self.tp_group.rank(), self.dp_group.rank()))
-                out[f"{prefix}expert{first + i}.{name}._extra_state"] = extra
+                held, place = module.extra_states()[i], (0, self.tp_group.rank(), self.dp_group.rank())
+                out[f"{prefix}{name}.{EXTRA_STATE}{i or ''}"] = make_sharded_object_for_checkpoint(held, f"{key}.{EXTRA_STATE}", offsets, place)
         return out

@@ -46,11 +46,17 @@ class NormColumnLinearForm(ColumnLinearForm):
 
 
 class RMSNormForm(KeepsExtraState, OrderedRMSNorm):
-    """``TENorm``."""
+    """``TENorm``, whose norms have an extra state since Transformer Engine 2: distributed checkpoints ask for it by name."""
+
+    saves_nothing = True
 
 
 class CoreAttentionForm(KeepsExtraState, OrderedCoreAttention):
     """``TEDotProductAttention``."""
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing: theirs holds learnable offsets of the softmax there, which are refused, and leaves its extra state out."""
+        return {}
 
 
 class HeldColumnLinear(KeepsExtraState, ColumnParallelLinear):
