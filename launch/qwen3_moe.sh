@@ -111,7 +111,7 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from examples.qwen3_moe import arrival, ending, folders, starts
+    from examples.qwen3_moe import arrival, ending, folders, starts, watch
 
     ending.leave_if_asked()
     logging.disable(logging.ERROR)
@@ -130,6 +130,7 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
                 starts.keep(starts.store_at(place.address, server, timedelta(seconds=place.seconds)))
             if place.many:
                 arrival.come(place)
+                watch.watch(place, arrival.answers, lambda: bool(ending.started_below(Path(folder))))
             torchrun([*together, folder, *ranks])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
@@ -150,12 +151,17 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
         except (RendezvousError, DistError) as problem:
             if too_many():
                 return ending.say(f"error: {arrival.too_many(place)}", 2)
-            why, status = arrival.why(place, problem)
+            with starts.asking():
+                why, status = arrival.why(place, problem)
             limit = f"TIO_RENDEZVOUS_SECONDS={place.seconds}"
-            if ending.started_below(Path(folder)):
-                return ending.say(f"error: torchrun cannot start the ranks again: {why}{f' ({limit})' if place.many else ''}", 1)
             waited = f"; waited {time.monotonic() - began:.0f} s for {place.count} hosts ({limit})" if place.many else ""
-            return ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", status)
+            if ending.started_below(Path(folder)):
+                status = ending.say(f"error: torchrun cannot start the ranks again: {why}{f' ({limit})' if place.many else ''}", 1)
+            else:
+                ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", status)
+            if place.many and starts.kept():
+                time.sleep(ending.LAST_WORDS_SECONDS)  # the other hosts ask here who is lost
+            return status
     return 0
 
 

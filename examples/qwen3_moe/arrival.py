@@ -51,6 +51,8 @@ class Arrival:
             DistError: the store is lost meanwhile.
         """
         self._place, self._ended = place, threading.Event()
+        self.answers: int | None = None
+        """How many beats the store has taken; None where nobody asks it, before and after."""
         _find(place)
         self._store = dist.TCPStore(place.address, place.port, None, False, timedelta(seconds=place.seconds), wait_for_workers=False)
         store_line.limit(place.port, max(place.seconds, ending.STORE_SECONDS))
@@ -109,11 +111,14 @@ class Arrival:
         return False
 
     def _beat(self) -> None:
+        self.answers = 0
         while not self._ended.wait(_BEAT):
             try:
                 self._store.add(self._beats, 1)
             except (dist.DistError, RuntimeError):  # the store is lost: torchrun and the ranks notice themselves
+                self.answers = None
                 return
+            self.answers += 1
 
 
 def come(place: Hosts) -> None:
@@ -128,6 +133,8 @@ def come(place: Hosts) -> None:
     def arrive() -> None:
         try:
             _here.append(Arrival(place, answered))
+        except dist.DistError as problem:
+            problems.append(Refused(_STORE_LOST.format(place=place)) if answered.is_set() else problem)
         except BaseException as problem:  # raised again below
             problems.append(problem)
         answered.set()
@@ -144,6 +151,11 @@ def come(place: Hosts) -> None:
         )
     if problems:
         raise problems[0]
+
+
+def answers() -> int | None:
+    """How often the store has answered this host's beats; None where it does not beat."""
+    return _here[0].answers if _here else None
 
 
 def leave(status: int) -> int:
@@ -173,17 +185,20 @@ def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
         said = f"{place.address}:{place.port} does not answer"
     if not _here:
         return said, 2
-    if isinstance(problem, RendezvousClosedError):
-        return "the other hosts have ended this run: see what they say", 1
-    if late:
+    closed = isinstance(problem, RendezvousClosedError)
+    if late or closed:
+        # Hosts that leave since another has given up still beat here, so that the other does not take them for lost.
         try:
             absent, lost = _here[0].absent(), _here[0].lost()
         except (dist.DistError, RuntimeError):
-            return _STORE_LOST.format(place=place), 1
-        if absent:
+            return ("the other hosts have ended this run: see what they say" if closed else _STORE_LOST.format(place=place)), 1
+        if absent and not closed:
             return f"{place.count - len(absent)} of {place.count} hosts have come, missing: {place.rank_by} {', '.join(map(str, absent))}", 2
         if lost:
-            return f"{place.rank_by} {', '.join(map(str, lost))} had come and is lost: has the host gone, or its launcher ended?", 1
+            who = "a host that had come is" if len(lost) == 1 else "hosts that had come are"
+            return f"{who} lost: {place.rank_by} {', '.join(map(str, lost))}; has it gone, or its launcher ended?", 1
+        if closed:
+            return "the other hosts have ended this run: see what they say", 1
         return f"all {place.count} hosts have come, and not all of them stayed: see what the others say", 1
     if isinstance(problem, RendezvousConnectionError):
         return _STORE_LOST.format(place=place), 1

@@ -103,7 +103,7 @@ def outlive_torchrun(folder: Path) -> None:
         while True:
             time.sleep(0.2)
             said = said_below(folder)
-            if said is None or _has_children():
+            if said is None or running_children():
                 since = time.monotonic()
             elif time.monotonic() - since > TORCHRUN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -112,14 +112,15 @@ def outlive_torchrun(folder: Path) -> None:
     threading.Thread(target=watch, daemon=True, name="outlive torchrun").start()
 
 
-def _has_children() -> bool:
-    """Whether this process has children that have not ended."""
+def running_children() -> list[int]:
+    """The processes that this one has started and that have not ended."""
+    found = []
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # one of them has just ended
             for number in task.read_text().split():
                 if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                    return True
-    return False
+                    found.append(int(number))
+    return found
 
 
 def describe(problem: BaseException) -> str:

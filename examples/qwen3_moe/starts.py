@@ -5,10 +5,13 @@ A torchrun counts the restarts that its own host has asked for. Over several hos
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,7 @@ _LEAVING = 5.0
 """Seconds that ranks have to say what they noticed, and to end."""
 _BEGUN = "tio_megatron/begun"
 _held: list[Store] = []
+_asks = threading.Event()
 
 
 def store_at(address: str, server: socket.socket, limit: timedelta) -> Store:
@@ -72,11 +76,27 @@ def bind_torchruns_stores() -> None:
 
     def meet(self: DynamicRendezvousHandler) -> RendezvousInfo:
         self._bootstrap_store_info = None
-        info: RendezvousInfo = stock(self)
+        with asking():
+            info: RendezvousInfo = stock(self)
         return info
 
     DynamicRendezvousHandler._create_tcp_store_server = listen  # type: ignore[method-assign, assignment]
     DynamicRendezvousHandler.next_rendezvous = meet  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Meanwhile this process's main thread waits for answers of the run's store alone, as while hosts come together."""
+    _asks.set()
+    try:
+        yield
+    finally:
+        _asks.clear()
+
+
+def asks() -> bool:
+    """Whether it does."""
+    return _asks.is_set()
 
 
 def outlive_the_store(seconds: float) -> None:

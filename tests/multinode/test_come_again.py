@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import launched
 import netns_hosts as network
@@ -21,18 +20,6 @@ LACKING = network.missing()
 def _needed() -> None:
     if LACKING:
         skip_outside_ci(f"{LACKING}: tests over several hosts")
-
-
-def launcher_on(host: network.Host) -> int:
-    """The process of the launch script."""
-    found = []
-    for number in host.processes():
-        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
-        named = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-        if b"python" in words[0] and launched.JOB.encode() in words and not any(variable.startswith(b"RANK=") for variable in named):
-            found.append(number)
-    (launcher,) = found
-    return launcher
 
 
 @pytest.mark.full
@@ -55,7 +42,7 @@ def test_a_launcher_is_killed_and_comes_again(tmp_path, first_rank_lost):
         processes = [start(0), start(1)]
         wait(lambda: len(metrics(out)) == 3, processes)
         assert (0 in launched.ranks_on(numbered[1])) == first_rank_lost
-        os.kill(launcher_on(numbered[1]), signal.SIGKILL)
+        os.kill(launched.launcher_on(numbered[1]), signal.SIGKILL)
         processes[1].communicate(timeout=60)
         processes[1] = start(1)
         ended = [process.communicate(timeout=400) for process in processes]
@@ -74,9 +61,9 @@ def test_a_launcher_that_is_killed_and_does_not_come_again_is_named(tmp_path):
         words = ["consistency", "--soak", "600", "--layouts", "dp2"]
         first, second = launched.start(made, tmp_path, words, NPROC_PER_NODE="1", MAX_RESTARTS="1", TIO_RENDEZVOUS_SECONDS="25", TIO_COLLECTIVE_SECONDS="10")
         assert first.stdout.readline().startswith("2 ranks on 2 hosts: every collective has come back once")
-        os.kill(launcher_on(made[1]), signal.SIGKILL)
+        os.kill(launched.launcher_on(made[1]), signal.SIGKILL)
         second.communicate(timeout=60)
         _, wrong = first.communicate(timeout=120)
     last = wrong.splitlines()[-1]
     assert first.returncode == 1 and last.startswith("qwen3_moe: error: torchrun cannot start the ranks again: "), wrong
-    assert "NODE_RANK 1 had come and is lost" in last and "TIO_RENDEZVOUS_SECONDS=25" in last, wrong
+    assert "a host that had come is lost: NODE_RANK 1;" in last and "TIO_RENDEZVOUS_SECONDS=25" in last, wrong

@@ -66,3 +66,15 @@ def ranks_on(host: Host) -> dict[int, int]:
         if "RANK" in held:
             found[int(held["RANK"])] = number
     return found
+
+
+def launcher_on(host: Host) -> int:
+    """The process of the launch script."""
+    found = []
+    for number in host.processes():
+        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+        named = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        if b"python" in words[0] and JOB.encode() in words and not any(variable.startswith(b"RANK=") for variable in named):
+            found.append(number)
+    (launcher,) = found
+    return launcher

@@ -1,0 +1,50 @@
+"""The first host's launcher is stopped (Ctrl-Z) while the others wait inside torch for its store: they end within their limit, and hear signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import launched
+import netns_hosts as network
+import pytest
+from loud import skip_outside_ci
+
+LACKING = network.missing()
+WORDS = ["consistency", "--soak", "5", "--layouts", "dp3"]
+
+
+@pytest.fixture(autouse=True)
+def _needed() -> None:
+    if LACKING:
+        skip_outside_ci(f"{LACKING}: tests over several hosts")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_host_that_waits_for_a_stopped_first_host_ends(tmp_path, signalled):
+    """Two of three hosts have come."""
+    with network.hosts(2) as made:
+        shared = {"NNODES": "3", "MASTER_ADDR": made[0].address, "MASTER_PORT": str(launched.free_port()), "NPROC_PER_NODE": "1"}
+        shared |= {"TIO_RENDEZVOUS_SECONDS": "300" if signalled else "12"}
+        first, second = (
+            made[number].start(["bash", launched.JOB, *WORDS], launched.environment(tmp_path, NODE_RANK=str(number), **shared), tmp_path) for number in (0, 1)
+        )
+        time.sleep(9)  # both wait in torch's rendezvous, which shows nothing
+        assert first.poll() is None and second.poll() is None
+        os.kill(launched.launcher_on(made[0]), signal.SIGSTOP)
+        time.sleep(3)
+        if signalled:
+            os.kill(launched.launcher_on(made[1]), signal.SIGTERM)
+        out, wrong = second.communicate(timeout=60)
+        os.kill(launched.launcher_on(made[0]), signal.SIGCONT)
+        os.kill(launched.launcher_on(made[0]), signal.SIGTERM)
+        _, firsts = first.communicate(timeout=60)
+    if signalled:
+        assert second.returncode == 128 + signal.SIGTERM and wrong == "qwen3_moe: ended by SIGTERM\n", (second.returncode, out, wrong)
+    else:
+        assert second.returncode == 2 and len(wrong.splitlines()) == 1, (second.returncode, out, wrong)
+        assert "torchrun cannot bring the ranks together" in wrong and "is the first host's launcher stopped?" in wrong, wrong
+    assert first.returncode == 128 + signal.SIGTERM and len(firsts.splitlines()) < 2, (first.returncode, firsts)
