@@ -55,15 +55,18 @@ def test_a_launcher_is_killed_and_comes_again(tmp_path, first_rank_lost):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
-def test_a_launcher_that_is_killed_and_does_not_come_again_is_named(tmp_path):
-    with network.hosts(2) as made:
-        words = ["consistency", "--soak", "600", "--layouts", "dp2"]
-        first, second = launched.start(made, tmp_path, words, NPROC_PER_NODE="1", MAX_RESTARTS="1", TIO_RENDEZVOUS_SECONDS="25", TIO_COLLECTIVE_SECONDS="10")
-        assert first.stdout.readline().startswith("2 ranks on 2 hosts: every collective has come back once")
-        os.kill(launched.launcher_on(made[1]), signal.SIGKILL)
-        second.communicate(timeout=60)
-        _, wrong = first.communicate(timeout=120)
-    last = wrong.splitlines()[-1]
-    assert first.returncode == 1 and last.startswith("qwen3_moe: error: torchrun cannot start the ranks again: "), wrong
-    assert "a host that had come is lost: NODE_RANK 1;" in last and "TIO_RENDEZVOUS_SECONDS=25" in last, wrong
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("hosts, killed", [(2, 1), (3, 1), (3, 2)])
+def test_a_launcher_that_is_killed_and_does_not_come_again_is_named(tmp_path, hosts, killed):
+    """By all the others, whichever of them gives up first, and nobody else is."""
+    with network.hosts(hosts) as made:
+        words = ["consistency", "--soak", "600", "--layouts", f"dp{hosts}"]
+        processes = launched.start(made, tmp_path, words, NPROC_PER_NODE="1", MAX_RESTARTS="1", TIO_RENDEZVOUS_SECONDS="25", TIO_COLLECTIVE_SECONDS="10")
+        assert processes[0].stdout.readline().startswith(f"{hosts} ranks on {hosts} hosts: every collective has come back once")
+        os.kill(launched.launcher_on(made[killed]), signal.SIGKILL)
+        processes[killed].communicate(timeout=60)
+        ended = [process.communicate(timeout=120)[1].splitlines()[-1] for number, process in enumerate(processes) if number != killed]
+    for last in ended:
+        assert last.startswith("qwen3_moe: error: torchrun cannot start the ranks again: "), ended
+        assert f"a host that had come is lost: NODE_RANK {killed};" in last and "TIO_RENDEZVOUS_SECONDS=25" in last, ended
+    assert {process.returncode for number, process in enumerate(processes) if number != killed} == {1}
