@@ -183,6 +183,8 @@ def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
         said = f"{place.address}:{place.port}: {os.strerror(int(number[1]))}"
     elif "imed out" in said or "timeout" in said:
         said = f"{place.address}:{place.port} does not answer"
+    elif "Ping failed" in said:
+        said = f"what listens at {place.address}:{place.port} does not answer as the first host does; is the port another program's?"
     if not _here:
         return said, 2
     closed = isinstance(problem, RendezvousClosedError)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "out", "dist", "lib.*", "bdist.*", "*.so", "*.built", "*.egg-info", "__pycache__", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", ".cache", "out", "dist", "lib.*", "bdist.*", "*.so", "*.built", "*.egg-info", "__pycache__", ".*_cache")
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def refused(tp: int) -> None:
     """A part of Transformer Engine that is not mapped is refused by its name and place."""
     import torch
     import transformer_engine
-    from megatron.core.extensions.transformer_engine import TEFusedMLP, TELayerNormColumnParallelLinear, TELinear, TERowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEFusedMLP, TELayerNormColumnParallelLinear, TELinear, TENorm, TERowParallelLinear
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -260,6 +260,12 @@ def refused(tp: int) -> None:
         for change, named in (
             (lambda s: setattr(s.submodules, "input_layernorm", FusedLayerNorm), "FusedLayerNorm as input_layernorm has no ordered form"),
             (lambda s: setattr(s.submodules.self_attention.submodules, "linear_proj", TELinear), "TELinear as linear_proj has no ordered form"),
+            (lambda s: setattr(s.submodules.self_attention.submodules, "linear_qkv", TERowParallelLinear), "TERowParallelLinear as linear_qkv has no ordered"),
+            (lambda s: setattr(s.submodules.self_attention.submodules, "core_attention", TENorm), "TENorm as core_attention has no ordered form"),
+            (
+                lambda s: setattr(s.submodules.self_attention.submodules, "k_layernorm", TERowParallelLinear),
+                "TERowParallelLinear as k_layernorm has no",
+            ),
             (lambda s: setattr(s.submodules, "mlp", ModuleSpec(module=TEFusedMLP)), "TEFusedMLP as mlp has no ordered form"),
         ):
             changed = copy.deepcopy(spec)

@@ -104,6 +104,17 @@ class Manager:
         return "groups", rollout
 
 
+class Bridge:
+    """mbridge's: a configuration from config.json, made again with what is laid over it."""
+
+    def __init__(self):
+        self.config = types.SimpleNamespace(layernorm_epsilon=1e-6, softmax_scale=None, recompute_method=None)
+
+    def set_extra_args(self, **kwargs):
+        self.config = types.SimpleNamespace(**vars(self.config) | kwargs)
+        return "set"
+
+
 @pytest.fixture
 def verl(monkeypatch):
     names = ("verl", "verl.workers", "verl.workers.engine_workers", "verl.workers.rollout", "verl.workers.rollout.vllm_rollout")
@@ -112,6 +123,9 @@ def verl(monkeypatch):
     modules["verl.workers.engine_workers"].ActorRolloutRefWorker = Worker
     modules["verl.workers.rollout.vllm_rollout.vllm_rollout"].ServerAdapter = ServerAdapter
     modules["verl.checkpoint_engine.base"].CheckpointEngineManager = Manager
+    for name in ("mbridge", "mbridge.core", "mbridge.core.bridge"):
+        modules[name] = types.ModuleType(name)
+    modules["mbridge.core.bridge"].Bridge = Bridge
     modules["ray"].get = lambda asked: [one() for one in asked]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -170,6 +184,15 @@ def test_settings_are_looked_at_before_a_worker_builds_and_verls_marks_stay(verl
     assert Worker(CONFIG).init_model() == "built" and Worker.init_model.marks == "verl's"
     with pytest.raises(ValueError, match="strategy='fsdp'"):
         Worker(changed("actor.strategy", "fsdp")).init_model()
+
+
+@pytest.mark.parametrize("name, value, says", [("softmax_scale", 0.3, "None"), ("layernorm_epsilon", 0.01, "1e-06")])
+def test_an_override_that_makes_the_trainer_another_model_is_refused(verl, name, value, says):
+    assert Bridge().set_extra_args(recompute_method="uniform", **{name: getattr(Bridge().config, name)}) == "set", "the model's own is none"
+    with pytest.raises(
+        ValueError, match=rf"override_transformer_config\.{name}={value}: the model's config.json says {says}, and vLLM reads that; leave it out"
+    ):
+        Bridge().set_extra_args(recompute_method="uniform", **{name: value})
 
 
 def test_somebody_who_replaces_our_question_is_named_by_every_worker(verl, monkeypatch):

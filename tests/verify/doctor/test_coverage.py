@@ -54,6 +54,7 @@ def test_a_whole_configuration_passes():
         ("--moe-layer-freq ([0]*1+[1]*47)", "moe_layer_freq"),
         ("--quick-geglu", "quick_geglu"),
         ("--squared-relu", "squared_relu"),
+        ("--softmax-scale 0.3", "softmax_scale"),
         ("--vocab-size 400", "vocab_size"),
         ("--vocab-size 151936 --tokenizer-type NullTokenizer", "vocab_size"),
         ("--tio-vocab-size 151669", "tio_vocab_size"),

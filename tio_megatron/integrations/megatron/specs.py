@@ -141,6 +141,15 @@ ORDERED = {
 }
 
 
+ROLES: dict[str, type] = {
+    "linear_qkv": modules.OrderedColumnLinear,
+    "linear_fc1": modules.OrderedColumnLinear,
+    "linear_proj": modules.OrderedRowLinear,
+    "linear_fc2": modules.OrderedRowLinear,
+    "core_attention": modules.OrderedCoreAttention,
+}
+"""What a part must be in each place; in all others a norm."""
+
 OURS = (*ORDERED.values(), modules.OrderedRMSNorm, *te_forms.FORMS.values())
 
 
@@ -154,7 +163,7 @@ def _part(part: Any, where: str) -> Any:
     if getattr(stock(module), "__name__", "") in STOCK_NORMS and stock(module).__module__.startswith("megatron.core."):
         ours = modules.OrderedRMSNorm
     ours = te_forms.FORMS.get(te_forms.named(module), ours)
-    if ours is None:
+    if ours is None or not issubclass(ours, ROLES.get(where, modules.OrderedRMSNorm)):  # a known part in a place of another kind
         raise unknown(module, where)
     return replace(part, module=ours) if isinstance(part, ModuleSpec) else ours
 

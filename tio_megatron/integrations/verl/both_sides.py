@@ -113,6 +113,19 @@ def look_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_model
 
 
+def same_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Bridge.set_extra_args`` of mbridge, through which ``override_transformer_config`` goes: before it the configuration is ``config.json``'s."""
+
+    @functools.wraps(original)
+    def set_extra_args(self: Any, **kwargs: Any) -> Any:
+        before = {name: getattr(self.config, name, None) for name in kwargs if name in refusals.MODELS_OWN}
+        made = original(self, **kwargs)
+        refusals.check_overrides(before, self.config)
+        return made
+
+    return set_extra_args
+
+
 def _patches() -> list[Patch]:
     supported = f"verl {SUPPORTED_VERL}"
     rows = (
@@ -120,7 +133,13 @@ def _patches() -> list[Patch]:
         ("verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.update_weights", ask_first, "weights go to vLLM's workers through it"),
         ("verl.checkpoint_engine.base:CheckpointEngineManager.build_process_group", ask_servers, "the only place that knows both sides"),
     )
-    return [Patch(target, build, why=why, supported=supported) for target, build, why in rows]
+    bridge = Patch(
+        "mbridge.core.bridge:Bridge.set_extra_args",
+        same_model,
+        why="the only place that has config.json's values and the overrides",
+        supported=f"mbridge {local_layers.SUPPORTED_MBRIDGE}",
+    )
+    return [*(Patch(target, build, why=why, supported=supported) for target, build, why in rows), bridge]
 
 
 _switch = Switch(_patches)

@@ -44,6 +44,35 @@ ROLLOUT_RULES = (
 """Of ``actor_rollout_ref.rollout``."""
 
 
+MODELS_OWN = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon softmax_scale normalization qk_layernorm "
+    "layernorm_zero_centered_gamma add_qkv_bias add_bias_linear activation_func gated_linear_unit num_moe_experts moe_ffn_hidden_size moe_router_topk "
+    "moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_shared_expert_intermediate_size "
+    "moe_shared_expert_gate moe_layer_freq rotary_interleaved window_size no_rope_freq params_dtype".split()
+)
+"""Fields of megatron-core's configuration that say which function of the weights a model is. The rollout reads them in ``config.json``."""
+
+
+def check_overrides(before: Mapping[str, Any], after: Any) -> None:
+    """Refuse an override that makes the trainer another model than the rollout.
+
+    Args:
+        before: what ``config.json`` says, for the fields that are overridden.
+        after: the configuration with the overrides.
+
+    Raises:
+        ValueError: lists the fields.
+    """
+    lines = [
+        f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}={getattr(after, name)!r}: the model's config.json says {value!r}, and vLLM reads "
+        "that; leave it out, or change config.json"
+        for name, value in before.items()
+        if getattr(after, name) != value
+    ]
+    if lines:
+        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+
+
 def check(config: Mapping[str, Any], role: str) -> None:
     """Refuse what the contract does not cover.
 

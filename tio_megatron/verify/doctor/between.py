@@ -57,6 +57,7 @@ FUNCTION: dict[str, tuple[tuple[object, ...], str]] = {
     "window_size": ((None,), "every token sees all before it"),
     "window_attn_skip_freq": ((None,), "every token sees all before it"),
     "apply_query_key_layer_scaling": (_WITHOUT, "scores are scaled once"),
+    "softmax_scale": ((None,), "scores are scaled by the root of the head size"),
     "rotary_percent": ((None, 1, 1.0), "whole heads are rotated"),
     "rotary_interleaved": (_WITHOUT, "the rotation pairs the two halves of a head"),
     "rope_scaling": (_WITHOUT, "the model's rotary positions are not scaled"),

@@ -11,7 +11,7 @@ from typing import Any
 MEGATRON_LM = "Megatron-LM core_v0.16.1"
 MEGATRON_CORE = "megatron-core 0.16.1"
 VLLM = "vLLM 0.32.0"
-VERL = "verl 0.8.0.dev"
+VERL = "verl 0.9.1"
 
 MEGATRON_NAMES: dict[str, str] = {
     "fp8_format": "fp8",
@@ -200,7 +200,7 @@ VERL_ROLLOUT: dict[str, Any] = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "logprobs_mode": "processed_logprobs",
-    "calculate_log_probs": False,
+    "calculate_log_probs": True,
     "load_format": "dummy",
     "quantization": None,
 }

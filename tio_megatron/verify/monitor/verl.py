@@ -2,7 +2,7 @@
 
 verl's trainer calls ``calculate_debug_metrics`` in every step in which it holds both sides' log-probabilities
 (``actor_rollout_ref.rollout.calculate_log_probs=True``), and hands what it returns to its own loggers. The monitor is called there; its numbers go beside
-verl's, as ``tio/...``. Built against verl 0.8.0.dev's sources; not run inside verl.
+verl's, as ``tio/...``. Tested with a stand-in of verl's function.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ def watched(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[s
     return calculate_debug_metrics
 
 
-patches = LatePatches([Patch(TARGET, watched, why="verl's trainer calls it where it holds both sides, and logs what it returns", supported="verl 0.8.0.dev")])
+patches = LatePatches([Patch(TARGET, watched, why="verl's trainer calls it where it holds both sides, and logs what it returns", supported="verl 0.9.1")])
 """In force, or waiting for verl to import its module. ``patches.undo()`` takes it back."""
