@@ -24,6 +24,13 @@ def test_a_planted_fault_is_named(number, tmp_path):
     sided(found, truth)
 
 
+def test_a_verdict_is_the_same_each_time(tmp_path):
+    """Where one token stands twice, its probabilities cannot be solved for apart: no solver's choice among them may decide."""
+    truth = plant(22, 100, tmp_path / "pair")
+    assert truth.causes == ("dropout",) and truth.points == ("layers.0.attn",)
+    assert {examine(tmp_path / "pair").cause for _ in range(8)} == {"dropout"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(101, 107))
 @pytest.mark.parametrize("number", range(1, len(FAULTS) + 1))
