@@ -24,8 +24,8 @@ _UNHEARD = 10.0
 
 
 def watch(place: Hosts, answers: Callable[[], int | None], started: Callable[[], bool]) -> None:
-    """From now on this process ends by itself, with one line, in two cases: hosts come together and the store says nothing for ``TIO_RENDEZVOUS_SECONDS``;
-    or the store says nothing, and a signal was not heard. To be called in the main thread.
+    """From now on this process ends by itself, with one line, in two cases: it has no rank that runs, as while hosts come together, and the store says
+    nothing for ``TIO_RENDEZVOUS_SECONDS``; or the store says nothing, and a signal was not heard. To be called in the main thread.
 
     Args:
         place: the hosts.
@@ -50,8 +50,8 @@ def _run(place: Hosts, answers: Callable[[], int | None], started: Callable[[], 
         before = count
         if asked and quiet > _UNHEARD / 2 and unheard > _UNHEARD:
             _leave(f"ended by {signal.Signals(asked).name}", 128 + asked)
-        if starts.asks() and quiet > place.seconds:
-            what = "start the ranks again" if started() else f"bring the ranks together over {place.address}"
+        if quiet > place.seconds and (starts.asks() or (started() and not ending.running_children())):
+            what = "go on" if started() else f"bring the ranks together over {place.address}"
             why = f"the store at {place.address}:{place.port} has said nothing for {quiet:.0f} s (TIO_RENDEZVOUS_SECONDS={place.seconds})"
             _leave(f"error: torchrun cannot {what}: {why}; is the first host's launcher stopped?", 1 if started() else 2)
 

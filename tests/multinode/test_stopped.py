@@ -48,3 +48,19 @@ def test_a_host_that_waits_for_a_stopped_first_host_ends(tmp_path, signalled):
         assert second.returncode == 2 and len(wrong.splitlines()) == 1, (second.returncode, out, wrong)
         assert "torchrun cannot bring the ranks together" in wrong and "is the first host's launcher stopped?" in wrong, wrong
     assert first.returncode == 128 + signal.SIGTERM and len(firsts.splitlines()) < 2, (first.returncode, firsts)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_host_whose_rank_is_lost_does_not_wait_for_a_stopped_first_host(tmp_path):
+    with network.hosts(2) as made:
+        words = ["consistency", "--soak", "600", "--layouts", "dp2"]
+        first, second = launched.start(made, tmp_path, words, NPROC_PER_NODE="1", MAX_RESTARTS="2", TIO_RENDEZVOUS_SECONDS="15", TIO_COLLECTIVE_SECONDS="10")
+        assert first.stdout.readline().startswith("2 ranks on 2 hosts: every collective has come back once")
+        os.kill(launched.launcher_on(made[0]), signal.SIGSTOP)
+        os.kill(launched.ranks_on(made[1])[1], signal.SIGKILL)
+        _, wrong = second.communicate(timeout=90)
+        assert second.returncode == 1 and "torchrun cannot go on: the store at" in wrong.splitlines()[-1], (second.returncode, wrong)
+        assert "is the first host's launcher stopped?" in wrong.splitlines()[-1]
+        os.kill(launched.launcher_on(made[0]), signal.SIGKILL)
+        first.communicate(timeout=60)
