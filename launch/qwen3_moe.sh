@@ -130,7 +130,7 @@ def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str]
                 starts.keep(starts.store_at(place.address, server, timedelta(seconds=place.seconds)))
             if place.many:
                 arrival.come(place)
-                watch.watch(place, arrival.answers, lambda: bool(ending.started_below(Path(folder))))
+                watch.watch(place, arrival.answers, Path(folder))
             torchrun([*together, folder, *ranks])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()

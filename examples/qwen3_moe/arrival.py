@@ -197,8 +197,9 @@ def why(place: Hosts, problem: BaseException) -> tuple[str, int]:
         if absent and not closed:
             return f"{place.count - len(absent)} of {place.count} hosts have come, missing: {place.rank_by} {', '.join(map(str, absent))}", 2
         if lost:
-            who = "a host that had come is" if len(lost) == 1 else "hosts that had come are"
-            return f"{who} lost: {place.rank_by} {', '.join(map(str, lost))}; has it gone, or its launcher ended?", 1
+            one = len(lost) == 1
+            who, why = ("a host that had come is", "has it gone, or its launcher") if one else ("hosts that had come are", "have they gone, or their launchers")
+            return f"{who} lost: {place.rank_by} {', '.join(map(str, lost))}; {why} ended?", 1
         if closed:
             return "the other hosts have ended this run: see what they say", 1
         return f"all {place.count} hosts have come, and not all of them stayed: see what the others say", 1

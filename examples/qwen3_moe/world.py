@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +25,8 @@ from tio_megatron.checkpoint import CheckpointError
 from tio_megatron.collectives import failure, last_words, store_line
 
 Value = TypeVar("Value")
+_ANSWER = 3.0
+"""Seconds that a store which lives may take to answer."""
 
 
 class FirstRankFailed(RuntimeError):
@@ -150,15 +154,40 @@ def join(limit: timedelta) -> Store:
             raise InputProblem(f"RANK={os.environ['RANK']} is set and {name} is not: {where}", everywhere=True)
     choose_interface()
     _find_first()
-    held = _first_listens(limit)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    store.set_timeout(limit)
-    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
-        store_line.limit(int(os.environ["MASTER_PORT"]), limit.total_seconds())  # no answer of the store is waited for longer, were its cable pulled
-    own = dist.PrefixStore(name_of_start(store, rank, size, limit), store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
-    del held  # torch's own has taken its place
-    return store
+    joined = threading.Event()
+    # Not in this thread: inside torch it waits for the store's word for ever.
+    threading.Thread(target=_end_where_the_store_is_silent, args=(joined, limit.total_seconds()), daemon=True, name="watch the store").start()
+    try:
+        held = _first_listens(limit)
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
+            store_line.limit(int(os.environ["MASTER_PORT"]), limit.total_seconds())  # no answer of the store is waited for longer, were its cable pulled
+        own = dist.PrefixStore(name_of_start(store, rank, size, limit), store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+        del held  # torch's own has taken its place
+        return store
+    finally:
+        joined.set()
+
+
+def _end_where_the_store_is_silent(joined: threading.Event, limit: float) -> None:
+    """End this process when it has not ``joined`` within ``limit`` and the store takes connections and says nothing, as where its process is stopped."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+
+    def ask() -> None:
+        with contextlib.suppress(dist.DistError, ValueError):  # an answer too: the main thread has it as well
+            dist.TCPStore(address, int(port), None, False, timedelta(seconds=_ANSWER), wait_for_workers=False)
+
+    joined.wait(limit)
+    while not joined.wait(1.0):
+        asked = threading.Thread(target=ask, daemon=True)
+        asked.start()
+        asked.join(_ANSWER + 1)
+        if asked.is_alive() and not joined.is_set():
+            waited = f"waited {failure.patience():g} of {failure.seconds():g} s (TIO_COLLECTIVE_SECONDS)"
+            line = f"error: the ranks cannot come together: the store at {address}:{port} says nothing, {waited}; is the launcher of its host stopped?"
+            ending.leave(ending.say(line, 2, everywhere=True))
 
 
 def _first_listens(limit: timedelta) -> Store | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,3 +80,14 @@ def test_a_rank_whose_launcher_was_killed_before_it_could_ask_does_not_run(tmp_p
     orphan = rank(ended.pid)
     assert orphan.returncode == 1 and not orphan.stdout, orphan
     assert rank(os.getpid()).returncode == 0, "the control: its parent is its launcher"
+
+
+def test_a_rank_whose_store_says_nothing_ends_within_its_limit(tmp_path):
+    """The process that keeps the store is stopped: its kernel takes the connection, and torch waits for its word for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = launched.environment(tmp_path, **where, MASTER_PORT=str(silent.getsockname()[1]), TIO_COLLECTIVE_SECONDS="4")
+        command = [sys.executable, "-W", "ignore", launched.JOB, "consistency", "--layouts", "dp2", "--soak", "1"]
+        ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and not ended.stdout, ended
+    assert "the ranks cannot come together: the store at 127.0.0.1:" in ended.stderr and len(ended.stderr.splitlines()) == 1, ended

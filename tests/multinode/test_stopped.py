@@ -64,3 +64,22 @@ def test_a_host_whose_rank_is_lost_does_not_wait_for_a_stopped_first_host(tmp_pa
         assert "is the first host's launcher stopped?" in wrong.splitlines()[-1]
         os.kill(launched.launcher_on(made[0]), signal.SIGKILL)
         first.communicate(timeout=60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_ranks_that_come_together_while_the_launcher_of_rank_0_is_stopped_end(tmp_path):
+    """It is not the first host's: the store of the run lives, the one in which the ranks meet does not answer. And a launcher without ranks hears signals."""
+    with network.hosts(2) as made:
+        words = ["consistency", "--soak", "20", "--layouts", "dp2"]
+        numbered = made[::-1]  # the first host has the higher address, so rank 0 is on the other
+        first, second = launched.start(numbered, tmp_path, words, NPROC_PER_NODE="1", TIO_RENDEZVOUS_SECONDS="30", TIO_COLLECTIVE_SECONDS="10")
+        deadline = time.monotonic() + 60
+        while not launched.ranks_on(numbered[1]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher = launched.launcher_on(numbered[1])
+        os.kill(launcher, signal.SIGSTOP)  # its rank has begun to import, and has not asked the store
+        out, wrong = first.communicate(timeout=120)
+        os.kill(launcher, signal.SIGKILL)
+        second.communicate(timeout=60)
+    assert first.returncode in (1, 2) and "says nothing" in wrong and not out, (first.returncode, out, wrong)

@@ -61,6 +61,18 @@ def test_a_setting_that_is_not_covered_is_named_as_verl_writes_it(path, value):
     assert len(str(refused.value).splitlines()) == 2
 
 
+@pytest.mark.parametrize("laid", [{"rms_norm_eps": 0.01}, {"model_config": {"rope_theta": 5.0, "pad_token_id": 3}}])
+def test_a_config_json_that_one_side_alone_would_read_is_refused(laid):
+    refusals.check(changed("model.override_config", {"attn_implementation": "eager", "model_config": {"eos_token_id": 7}}), "actor")
+    name = "rms_norm_eps" if "rms_norm_eps" in laid else "rope_theta"
+    with pytest.raises(ValueError, match=rf"model.override_config.{name}=.*: the trainer alone would be another model") as refused:
+        refusals.check(changed("model.override_config", laid), "actor")
+    assert len(str(refused.value).splitlines()) == 2
+    for name, value in (("model.hf_config_path", "/other"), ("rollout.engine_kwargs.vllm.hf_overrides", {"rms_norm_eps": 0.01})):
+        with pytest.raises(ValueError, match=name):
+            refusals.check(changed(name, value), "actor_rollout")
+
+
 def test_raw_log_probabilities_are_those_of_temperature_one_and_other_roles_are_not_asked():
     refusals.check(
         changed("rollout.logprobs_mode", "raw_logprobs") | {"rollout": CONFIG["rollout"] | {"logprobs_mode": "raw_logprobs", "temperature": 1.0}}, "rollout"

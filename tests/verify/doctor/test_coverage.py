@@ -20,9 +20,14 @@ SOUND = """--qk-layernorm --swiglu --disable-bias-linear --normalization RMSNorm
  --moe-token-dispatcher-type alltoall"""
 CUT = """torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1
  --sequence-parallel"""
-VERL = ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout.name=vllm", "trainer.nnodes=2"]
+VERL = [
+    "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+    "actor_rollout_ref.rollout.name=vllm",
+    "trainer.nnodes=2",
+]
 MCORE = [
-    f"actor_rollout_ref.actor.megatron.{size}" for size in ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1")
+    f"actor_rollout_ref.actor.megatron.{size}"
+    for size in ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1", "vanilla_mbridge=True")
 ]
 SCRIPT = " ".join([CUT, SIZES, SOUND, "--lr 1e-5 --micro-batch-size 1 --seq-length 4096 --no-load-optim --save out --log-interval 1"])
 VLLM = "--tensor-parallel-size 4 --generation-config vllm --max-model-len 2048 --gpu-memory-utilization 0.5 --port 8000 --no-enable-log-requests"
@@ -195,7 +200,13 @@ def test_verls_model_and_overrides():
     assert not options_of(words, words)
     for more, level, said in (
         ("actor_rollout_ref.model.path=/other", "bad", "actor_rollout_ref.model.path = '/other'"),
-        ("+actor_rollout_ref.model.override_config.rope_theta=10000", "unknown", "override_config.rope_theta"),
+        ("+actor_rollout_ref.model.override_config.rope_theta=10000", "bad", "override_config.rope_theta"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", "bad", "use_fused_kernels=True"),
+        ("actor_rollout_ref.actor.megatron.vanilla_mbridge=False", "bad", "vanilla_mbridge=False"),
+        ("+actor_rollout_ref.model.mtp.enable=True", "bad", "mtp.enable=True"),
+        ("actor_rollout_ref.model.hf_config_path=/other", "bad", "hf_config_path='/other'"),
+        ("+actor_rollout_ref.actor.megatron.router_replay.mode=R2", "bad", "router_replay.mode='R2'"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "bad", "top_p=0.9"),
         ("actor_rollout_ref.model.lora_rank=8", "bad", "lora_rank = 8"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.bogus=1", "unknown", "bogus is not judged"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.params_dtype=float16", "unknown", "params_dtype = float16 is not judged"),

@@ -81,9 +81,13 @@ def test_vllms_defaults_are_judged(tmp_path):
     assert [finding.level for finding in found] == ["bad"] and "dtype = 'auto' (vLLM 0.32.0's default): the checkpoint is float32" in found[0].what
 
 
-VERL = ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout.name=vllm", "trainer.nnodes=2"]
+VERL = [
+    "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+    "actor_rollout_ref.rollout.name=vllm",
+    "trainer.nnodes=2",
+]
 MCORE = ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
-MCORE += ["actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"]
+MCORE += ["actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True"]
 
 
 def test_verls_command_line_and_defaults():
@@ -183,7 +187,7 @@ def test_tables_are_those_of_verl():
     rollout = yaml.safe_load((folder / "rollout" / "rollout.yaml").read_text())
     assert {name: rollout[name] for name in defaults.VERL_ROLLOUT} == defaults.VERL_ROLLOUT
     engine = yaml.safe_load((folder / "engine" / "megatron.yaml").read_text())
-    flat = {**engine["override_transformer_config"], **engine, **yaml.safe_load((folder / "ppo_megatron_trainer.yaml").read_text())["trainer"]}
+    flat = {**engine["override_transformer_config"], **engine, **yaml.safe_load((folder / "_generated_ppo_megatron_trainer.yaml").read_text())["trainer"]}
     shared = set(flat) & set(defaults.VERL_TRAINER)
     assert len(shared) >= 15 and {name: flat[name] for name in shared} == {name: defaults.VERL_TRAINER[name] for name in shared}
 

@@ -5,11 +5,15 @@ What verl hands on is refused further down: megatron-core's options by :mod:`..m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tio_megatron.integrations.megatron.rules import OFF, Rule
 
+_ALONE = "the {side} alone would be another model; leave it out, or change config.json, which both sides read"
+_HARMLESS = re.compile(r"attn_implementation$|freeze|_token_id$|^torch_dtype$|^dtype$")
+"""Of ``model.override_config``: what only classes of transformers read, or a token's number. The element type is ``actor.megatron.dtype``'s."""
 _LAYERS = "only Megatron's layers are ours"
 _BRIDGE = "mbridge builds the model of layers that the contract converts; another bridge asks for Transformer Engine's, and its export was never run"
 
@@ -83,12 +87,33 @@ def check(config: Mapping[str, Any], role: str) -> None:
     Raises:
         ValueError: lists everything by the name under which verl takes it.
     """
+    if lines := problems(config, role):
+        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+
+
+def problems(config: Mapping[str, Any], role: str) -> list[str]:
+    """One line for each thing that :func:`check` refuses."""
     lines = [line for side in ("actor", "ref") if side in role for line in _broken(SIDE_RULES, config, side)]
-    lines += _broken(MODEL_RULES, config, "model")
+    lines += [*_broken(MODEL_RULES, config, "model"), *_one_model(config)]
     if "rollout" in role:
         lines += [*_broken(ROLLOUT_RULES, config, "rollout"), *_raw(config)]
-    if lines:
-        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+    return lines
+
+
+def _one_model(config: Mapping[str, Any]) -> Iterator[str]:
+    """What one side alone would read in the place of the model's config.json."""
+    laid = _asked(config, "model.override_config", None) or {}
+    laid = _asked(laid, "model_config", laid) or {}
+    for name in laid:
+        if not _HARMLESS.search(str(name)):
+            yield f"actor_rollout_ref.model.override_config.{name}={laid[name]!r}: {_ALONE.format(side='trainer')}"
+    path, other = _asked(config, "model.path", None), _asked(config, "model.hf_config_path", None)
+    if other is not None and other != path:
+        yield f"actor_rollout_ref.model.hf_config_path={other!r}: the trainer would read another config.json than vLLM; leave it out"
+    for name in ("hf_overrides", "hf_config_path"):
+        value = _asked(config, f"rollout.engine_kwargs.vllm.{name}", None)
+        if value:
+            yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={value!r}: {_ALONE.format(side='rollout')}"
 
 
 def _raw(config: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,22 @@ from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment, read
-from tio_megatron.verify.doctor import between, coverage, families, fits, mindspeed, on_npu, options, settings, sources, stock, switches, symbols, versions
+from tio_megatron.verify.doctor import (
+    between,
+    coverage,
+    families,
+    fits,
+    mindspeed,
+    on_npu,
+    options,
+    settings,
+    sources,
+    stock,
+    switches,
+    symbols,
+    verl_start,
+    versions,
+)
 from tio_megatron.verify.doctor import held as held_by
 from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
@@ -81,6 +96,8 @@ def examine(
     found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
     unheard = coverage.check(left.running, right.running, device if plugged else "cpu", plugged=plugged)
     found += [*sources.check(left.running, right.running, model), *unheard, *result.findings]
+    if plugged:
+        found = list(verl_start.judge(left.running, right.running, found))
     return Examined(tuple(found), result)
 
 

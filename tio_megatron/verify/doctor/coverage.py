@@ -109,7 +109,7 @@ def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:
     """verl has hundreds of settings of its own, most about the loop: those that no table knows are named, and count as nothing."""
     known = {*_HEARD, *_HARMLESS, *_ARGUMENTS, *CORE_FIELDS, *defaults.VERL_ROLLOUT, *vllm_names.DECIDING, *LAUNCHER}
     for side, run in (("trainer", trainer), ("rollout", rollout)):
-        own = {"model_path", "model_override_config", "model_lora_rank", "override_transformer_config", "engine_kwargs"}
+        own = {"model_path", "model_override_config", "model_lora_rank", "override_transformer_config", "engine_kwargs", "actor_rollout_ref"}
         own |= {*run.get("override_transformer_config", ()), *run.get("engine_kwargs", ())}
         left = [name for name in run.written if run.kind == "verl" and name not in known | own and not _of_vllm(name)]
         if left:

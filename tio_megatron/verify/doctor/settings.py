@@ -181,7 +181,7 @@ def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind]:
 
 def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
     """Of a command line or a script: verl's overrides where there are some, else arguments."""
-    words = split(text, source)
+    words = [_of_array(word) for word in split(text, source)]
     pairs = [found.groups() for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
     if not pairs:
         if side == "trainer":
@@ -198,6 +198,16 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
             here = below
         here[name] = value_of(value.strip("'\""))
     return _tree(tree, side, source)
+
+
+def _of_array(word: str) -> str:
+    """A word of a shell's array, ``name=(first second last)``, without what makes it one.
+
+    >>> [_of_array(word) for word in ("mine=(a.b=1", "a.c=[1,2])", "a.d=(1)", "--x=(1")]
+    ['a.b=1', 'a.c=[1,2]', 'a.d=(1)', '--x=(1']
+    """
+    word = re.sub(r"^\w+\+?=\((?=\+*[\w.]+=)", "", word)
+    return word[:-1] if word.endswith(")") and word.count(")") > word.count("(") else word
 
 
 def _text(path: Path) -> str:
@@ -241,6 +251,8 @@ def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]
         found["model_override_config"] = over
     if model.get("lora_rank"):
         found["model_lora_rank"] = model["lora_rank"]
+    if isinstance(data["actor_rollout_ref"], Mapping):
+        found["actor_rollout_ref"] = data["actor_rollout_ref"]
     for part in ("override_transformer_config", "engine_kwargs"):
         found[part] = tuple(sorted({way[-1].replace("-", "_") for way, value in pairs if part in way[:-1] and value is not None}))
     return found
