@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from examples.qwen3_moe import ending
 from examples.qwen3_moe.children import LAUNCHER, RUN_STORE
 from tio_megatron.collectives import failure, store_line
 
@@ -184,15 +185,39 @@ def tell_ranks(address: str, port: int) -> None:
 
 def begun(store: Store) -> bool:
     """Whether an earlier start of the same run had begun its work: then what lies in the job's folder is this run's own. ``store``: where the ranks met."""
-    return restarted_by_torchrun() and bool(_of_the_run(store).check([_BEGUN]))
+    return restarted_by_torchrun() and _of_the_run(store, lambda run: bool(run.check([_BEGUN])))
 
 
 def begin(store: Store) -> None:
     """From here on a restart goes on instead of starting anew."""
     if restarted_by_torchrun():
-        _of_the_run(store).set(_BEGUN, "1")
+        _of_the_run(store, lambda run: run.set(_BEGUN, "1") is None)
 
 
-def _of_the_run(store: Store) -> Store:
+def _of_the_run(store: Store, ask: Callable[[Store], bool]) -> bool:
+    """What the store of the whole run answers.
+
+    Raises:
+        InputProblem: it says nothing within the limit; not in this thread, in which torch would wait for ever.
+    """
     address, _, port = os.environ.get(RUN_STORE, "").partition(" ")
-    return dist.TCPStore(address, int(port), None, False, timedelta(seconds=failure.patience()), wait_for_workers=False) if port else store
+    if not port:
+        return ask(store)
+    answers, problems = list[bool](), list[BaseException]()
+
+    def asked() -> None:
+        try:
+            run = dist.TCPStore(address, int(port), None, False, timedelta(seconds=failure.patience()), wait_for_workers=False)
+            answers.append(ask(run))
+        except BaseException as problem:  # raised again below
+            problems.append(problem)
+
+    thread = threading.Thread(target=asked, daemon=True, name="ask the store of the run")
+    thread.start()
+    thread.join(failure.patience())
+    if problems:
+        raise problems[0]
+    if not answers:
+        waited = f"waited {failure.patience():g} of {failure.seconds():g} s (TIO_COLLECTIVE_SECONDS)"
+        raise ending.InputProblem(f"the store of the run at {address}:{port} says nothing, {waited}; is the first host's launcher stopped?")
+    return answers[0]

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
-from examples.qwen3_moe import arrival, starts
+from examples.qwen3_moe import arrival, ending, starts
 from examples.qwen3_moe.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +123,18 @@ def test_hosts_that_gave_up_are_named_so(run, monkeypatch):
     assert arrival.why(run, RendezvousClosedError()) == ("the other hosts have ended this run: see what they say", 1)
     assert arrival.why(run, dist.DistStoreError("wait timeout after 8000ms, keys: /x")) == ("1 of 2 hosts have come, missing: NODE_RANK 0", 2)
     assert arrival.leave(0) == 0
+
+
+def test_a_runs_store_that_says_nothing_is_said_within_the_limit(monkeypatch):
+    """Rank 0 asks it whether the run had begun, and need not be on the first host, whose launcher may be stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("QWEN3_MOE_RUN_STORE", f"127.0.0.1 {silent.getsockname()[1]}")
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+        monkeypatch.setenv("TIO_COLLECTIVE_SECONDS", "4")
+        with pytest.raises(ending.InputProblem, match="the store of the run at 127.0.0.1:.* says nothing, waited 3 of 4 s"):
+            starts.begun(dist.HashStore())
+    monkeypatch.delenv("QWEN3_MOE_RUN_STORE")
+    store = dist.HashStore()
+    assert not starts.begun(store)
+    starts.begin(store)
+    assert starts.begun(store)

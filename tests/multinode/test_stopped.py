@@ -69,7 +69,7 @@ def test_a_host_whose_rank_is_lost_does_not_wait_for_a_stopped_first_host(tmp_pa
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_ranks_that_come_together_while_the_launcher_of_rank_0_is_stopped_end(tmp_path):
-    """It is not the first host's: the store of the run lives, the one in which the ranks meet does not answer. And a launcher without ranks hears signals."""
+    """It is not the first host's: the store of the run lives, the one in which the ranks meet does not answer."""
     with network.hosts(2) as made:
         words = ["consistency", "--soak", "20", "--layouts", "dp2"]
         numbered = made[::-1]  # the first host has the higher address, so rank 0 is on the other

@@ -68,9 +68,13 @@ def test_a_config_json_that_one_side_alone_would_read_is_refused(laid):
     with pytest.raises(ValueError, match=rf"model.override_config.{name}=.*: the trainer alone would be another model") as refused:
         refusals.check(changed("model.override_config", laid), "actor")
     assert len(str(refused.value).splitlines()) == 2
-    for name, value in (("model.hf_config_path", "/other"), ("rollout.engine_kwargs.vllm.hf_overrides", {"rms_norm_eps": 0.01})):
+    rollout = "rollout.engine_kwargs.vllm."
+    for name, value in (("model.hf_config_path", "/other"), (f"{rollout}hf_overrides", {"rms_norm_eps": 0.01}), (f"{rollout}hf-config-path", "/other")):
         with pytest.raises(ValueError, match=name):
             refusals.check(changed(name, value), "actor_rollout")
+    for odd in (["a"], "x", 3, {"model_config": ["a"]}):
+        with pytest.raises(ValueError, match="a mapping of settings is read"):
+            refusals.check(changed("model.override_config", odd), "actor")
 
 
 def test_raw_log_probabilities_are_those_of_temperature_one_and_other_roles_are_not_asked():

@@ -102,18 +102,23 @@ def problems(config: Mapping[str, Any], role: str) -> list[str]:
 
 def _one_model(config: Mapping[str, Any]) -> Iterator[str]:
     """What one side alone would read in the place of the model's config.json."""
-    laid = _asked(config, "model.override_config", None) or {}
-    laid = _asked(laid, "model_config", laid) or {}
-    for name in laid:
-        if not _HARMLESS.search(str(name)):
-            yield f"actor_rollout_ref.model.override_config.{name}={laid[name]!r}: {_ALONE.format(side='trainer')}"
+    laid: Any = _asked(config, "model.override_config", None) or {}
+    if isinstance(laid, Mapping):
+        laid = laid.get("model_config", laid) or {}
+    if not isinstance(laid, Mapping):
+        yield f"actor_rollout_ref.model.override_config={laid!r}: a mapping of settings is read; leave it out"
+    else:
+        for name in laid:
+            if not _HARMLESS.search(str(name)):
+                yield f"actor_rollout_ref.model.override_config.{name}={laid[name]!r}: {_ALONE.format(side='trainer')}"
     path, other = _asked(config, "model.path", None), _asked(config, "model.hf_config_path", None)
     if other is not None and other != path:
         yield f"actor_rollout_ref.model.hf_config_path={other!r}: the trainer would read another config.json than vLLM; leave it out"
-    for name in ("hf_overrides", "hf_config_path"):
-        value = _asked(config, f"rollout.engine_kwargs.vllm.{name}", None)
-        if value:
-            yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={value!r}: {_ALONE.format(side='rollout')}"
+    given = _asked(config, "rollout.engine_kwargs.vllm", None)
+    for name in given if isinstance(given, Mapping) else ():
+        option = str(name).lstrip("-").replace("-", "_").partition(".")[0]  # vLLM's parser takes either
+        if option in ("hf_overrides", "hf_config_path") and given[name]:
+            yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={given[name]!r}: {_ALONE.format(side='rollout')}"
 
 
 def _raw(config: Mapping[str, Any]) -> Iterator[str]:

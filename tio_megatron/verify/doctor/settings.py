@@ -46,7 +46,7 @@ VERL_ELSEWHERE = (
     "checkpoint",
 )
 """Parts of them that say nothing about the scored tokens, with names that do elsewhere."""
-VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_]\w*)+)=(.*)", re.DOTALL)
+VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_][\w-]*)+)=(.*)", re.DOTALL)
 """How a verl launch script writes a setting."""
 WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
@@ -196,8 +196,23 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
             if not isinstance(below, dict):
                 below = here[parent] = {}
             here = below
-        here[name] = value_of(value.strip("'\""))
+        here[name] = _hydras(value.strip("'\""))
     return _tree(tree, side, source)
+
+
+def _hydras(text: str) -> Any:
+    """A value as Hydra reads it: ``{a:b,c:{d:1}}`` is a mapping there, with or without blanks.
+
+    >>> _hydras("{enable:True,path:/x}"), _hydras("3"), _hydras("{x"), _hydras("{}")
+    ({'enable': True, 'path': '/x'}, 3, '{x', {})
+    """
+    if text.startswith("{") and text.endswith("}"):
+        try:
+            value = read_yaml(re.sub(r":(?=[^\s/])", ": ", text.replace(":/", ": /")))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return text
+        return value if isinstance(value, dict) else text
+    return value_of(text)
 
 
 def _of_array(word: str) -> str:
