@@ -55,6 +55,9 @@ def test_import_reads_everything_before_it_writes(tmp_path):
     status, said = tio("import", tmp_path, tmp_path / "store", "--weights", "abc")
     assert status == 0 and said.strip() == "1 batches, 1 rollouts imported; the store has 1 and 1"
     assert Store.open(tmp_path / "store").batch(0).about.weights == "abc"
+    (tmp_path / "other.py").write_text("x = 1")
+    status, said = tio("import", tmp_path, tmp_path / "store", "--tokenizer", tmp_path / "other.py")
+    assert status == 2 and "other.py: no tokenizer.json" in said.replace("\n", "") and "Traceback" not in said
     (tmp_path / "2.jsonl").write_text("{")
     status, said = tio("import", tmp_path, tmp_path / "store")
     assert status == 2 and "2.jsonl, line 1" in said and Store.open(tmp_path / "store").batches == 1

@@ -47,3 +47,8 @@ def test_control_nothing_is_said_of_nvidias_or_of_none(unrelated):
     assert run_ranks(1, heard) == [[]]
     sys.path.remove(str(unrelated.parent))
     assert strangers.apex_warning() is None
+
+
+def test_an_import_that_is_forbidden_is_none(unrelated, monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    assert strangers.unrelated_apex() is None

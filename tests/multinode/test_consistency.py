@@ -12,19 +12,12 @@ from pathlib import Path
 import launched
 import netns_hosts as network
 import pytest
-from loud import skip_outside_ci
 
 LAYOUTS = ("tp4+ep4", "tp2+dp2+ep4", "pp2+tp2+ep2")
 """Tensor and expert parallel groups across hosts, and pipeline stages on hosts of their own."""
 SIZES = 4
-LACKING = network.missing()
+pytestmark = pytest.mark.usefixtures("several_hosts")
 PLACES = {"one host": (1, "4 ranks on 1 host"), "two hosts": (2, "4 ranks on 2 hosts"), "four hosts": (4, "4 ranks on 4 hosts")}
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 @pytest.fixture(scope="module")

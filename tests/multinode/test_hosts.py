@@ -9,18 +9,11 @@ import time
 import netns_hosts as network
 import pytest
 from launched import JOB, environment, free_port, run, start
-from loud import skip_outside_ci
 
 from examples.qwen3_moe import hosts as job_hosts
 
 QUICK = ("--quick", "--pretrain-steps", "2", "--no-control", "--rounds", "1", "--trainers", "tp1", "--rollouts", "tp1", "--max-new-tokens", "4")
-LACKING = network.missing()
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
+pytestmark = pytest.mark.usefixtures("several_hosts")
 
 
 def test_two_hosts_train_and_agree_with_the_rollout(tmp_path):

@@ -19,7 +19,6 @@ from pathlib import Path
 import launched
 import netns_hosts as network
 import pytest
-from loud import skip_outside_ci
 from netns_hosts import Host
 
 from examples.qwen3_moe.consistency_options import COLLECTIVES
@@ -29,19 +28,13 @@ LEAVING = 12.0
 """Seconds that torchrun may take to end once a rank of its host has; a host with the store stays for 4 of them."""
 IN_CI = [(signal.SIGSTOP, "doubling")]
 """The others are slow together. SIGKILL is there too, above."""
-LACKING = network.missing()
+pytestmark = pytest.mark.usefixtures("several_hosts")
 
 
 def late() -> float:
     """Seconds between a harm and the collective that never ends, and between a line and its reading, which are not of the limit: a collective's length on
     a machine that has only this test to do, more where many others run."""
     return 1.0 if os.getloadavg()[0] < 4 * (os.cpu_count() or 1) else 5.0
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 @dataclass

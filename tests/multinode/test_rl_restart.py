@@ -9,19 +9,12 @@ from pathlib import Path
 import launched
 import netns_hosts as network
 import pytest
-from loud import skip_outside_ci
 from short_rl import SHORT, decided, metrics, wait
 
 from tio_megatron.checkpoint import latest_training, training_state
 from tio_megatron.rollouts import Store
 
-LACKING = network.missing()
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
+pytestmark = pytest.mark.usefixtures("several_hosts")
 
 
 def run(hosts: int, folder: Path, name: str, kills: list[tuple[int, int]], **more: str) -> str:

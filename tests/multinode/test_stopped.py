@@ -9,16 +9,9 @@ import time
 import launched
 import netns_hosts as network
 import pytest
-from loud import skip_outside_ci
 
-LACKING = network.missing()
+pytestmark = pytest.mark.usefixtures("several_hosts")
 WORDS = ["consistency", "--soak", "5", "--layouts", "dp3"]
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
 
 
 @pytest.mark.full

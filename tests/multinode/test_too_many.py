@@ -7,15 +7,8 @@ import time
 import netns_hosts as network
 import pytest
 from launched import JOB, environment, free_port
-from loud import skip_outside_ci
 
-LACKING = network.missing()
-
-
-@pytest.fixture(autouse=True)
-def _needed() -> None:
-    if LACKING:
-        skip_outside_ci(f"{LACKING}: tests over several hosts")
+pytestmark = pytest.mark.usefixtures("several_hosts")
 
 
 def test_a_number_given_twice(tmp_path):

@@ -94,7 +94,10 @@ def import_(
 
             if not tokenizer.is_file():
                 raise ValueError(f"{tokenizer}: no such file; name a tokenizer.json")
-            held = Tokenizer.from_file(str(tokenizer))
+            try:
+                held = Tokenizer.from_file(str(tokenizer))
+            except Exception as error:  # the library raises no narrower one
+                raise ValueError(f"{tokenizer}: no tokenizer.json ({error})") from error
             encode = lambda text: list(held.encode(text, add_special_tokens=False).ids)  # noqa: E731
         about = About(contract=contract, weights=weights, temperature=temperature)
         batches = list(from_verl(dump, about, encode=encode, logprobs=logprobs))

@@ -13,8 +13,9 @@ def unrelated_apex() -> str | None:
 
     Both have ``apex.optimizers``. Its folder is looked at and nothing of it runs: that project's own import can fail.
     """
+    held = sys.modules.get("apex")  # None there forbids its import
     try:
-        spec = importlib.util.find_spec("apex") if "apex" not in sys.modules else sys.modules["apex"].__spec__
+        spec = held.__spec__ if held is not None else None if "apex" in sys.modules else importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made by hand has no spec
         return None
     if spec is None or spec.origin is None:  # absent, or a folder of that name without code

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -183,6 +184,32 @@ def test_an_unknown_part_is_refused_by_its_place():
         specs.convert(ModuleSpec(module=L2Norm), config(), pp_rank=0)
     with pytest.raises(ValueError, match="dict is not supported"):
         specs.convert({}, config())
+
+
+def own_add(*_):
+    """Not megatron-core's."""
+
+
+@pytest.mark.parametrize(
+    "place, part, says",
+    [
+        ("self_attn_bda", own_add, "own_add as self_attn_bda has no ordered form"),
+        ("mlp_bda", own_add, "own_add as mlp_bda has no ordered form"),
+        ("self_attention.submodules.linear_qkv", modules.OrderedRowLinear, "OrderedRowLinear as linear_qkv has no ordered form"),
+        ("self_attention.submodules.q_layernorm", modules.OrderedColumnLinear, "OrderedColumnLinear as q_layernorm has no ordered form"),
+        ("self_attention.submodules.linear_proj", ModuleSpec(modules.OrderedRowLinear, params={"foo": 1}), r"params of linear_proj \(foo\)"),
+        ("mlp.submodules.linear_fc1", ModuleSpec(ColumnParallelLinear, params={"foo": 1}), r"params of linear_fc1 \(foo\)"),
+    ],
+)
+def test_a_part_that_would_be_dropped_or_misplaced_is_refused(place, part, says):
+    other = spec()
+    *way, name = place.split(".")
+    here = other.submodules
+    for step in way:
+        here = getattr(here, step)
+    setattr(here, name, part)
+    with pytest.raises(ValueError, match=says):
+        specs.convert(other, config(), pp_rank=0)
 
 
 def hidden(length, *lengths):

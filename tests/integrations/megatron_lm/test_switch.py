@@ -187,3 +187,24 @@ def test_a_symbol_that_moved_ends_the_import(later):
     finally:
         late.undo()
     assert "comes_later" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "names with values would work; found None"),
+        ("[1, 2]", "names with values would work"),
+        ("3: 4", "names with values would work"),
+        ("language_model: 3", "language_model: names with values would work; found 3"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
+        ("seed: [", "cannot be read"),
+    ],
+)
+def test_a_yaml_file_that_holds_no_settings_is_named(tmp_path, text, says):
+    file = tmp_path / "f.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"--yaml-cfg {file}") as caught:
+        yaml_files.check_text(str(file))
+    assert says in str(caught.value)
+    file.write_text("model_parallel: {bf16: true}\nlanguage_model:\nseed: 1")
+    yaml_files.check_text(str(file))

@@ -61,9 +61,13 @@ def test_a_setting_that_is_not_covered_is_named_as_verl_writes_it(path, value):
     assert len(str(refused.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize("laid", [{"rms_norm_eps": 0.01}, {"model_config": {"rope_theta": 5.0, "pad_token_id": 3}}])
+@pytest.mark.parametrize("laid", [{"rms_norm_eps": 0.01, "max_position_embeddings": 9}, {"model_config": {"rope_theta": 5.0, "pad_token_id": 3}}])
 def test_a_config_json_that_one_side_alone_would_read_is_refused(laid):
     refusals.check(changed("model.override_config", {"attn_implementation": "eager", "model_config": {"eos_token_id": 7}}), "actor")
+    refusals.check(changed("model.override_config", {"moe_config": {"freeze_moe_router": True}}), "actor")
+    refusals.check(CONFIG | {"model": {"path": "/model", "hf_config_path": "/model/"}}, "actor")
+    with pytest.raises(ValueError, match="unfreeze_rms_norm_eps"):
+        refusals.check(changed("model.override_config", {"unfreeze_rms_norm_eps": 0.01}), "actor")
     name = "rms_norm_eps" if "rms_norm_eps" in laid else "rope_theta"
     with pytest.raises(ValueError, match=rf"model.override_config.{name}=.*: the trainer alone would be another model") as refused:
         refusals.check(changed("model.override_config", laid), "actor")
@@ -75,6 +79,25 @@ def test_a_config_json_that_one_side_alone_would_read_is_refused(laid):
     for odd in (["a"], "x", 3, {"model_config": ["a"]}):
         with pytest.raises(ValueError, match="a mapping of settings is read"):
             refusals.check(changed("model.override_config", odd), "actor")
+
+
+def test_what_the_models_own_config_json_says_may_be_said_again(tmp_path):
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": 1e-06, "rope_theta": 5}')
+    model = {"path": str(tmp_path), "override_config": {"rms_norm_eps": 1e-6, "rope_theta": 5.0}}
+    refusals.check(CONFIG | {"model": model}, "actor")
+    with pytest.raises(ValueError, match="override_config.rms_norm_eps=0.01"):
+        refusals.check(CONFIG | {"model": model | {"override_config": {"rms_norm_eps": 0.01, "rope_theta": 5}}}, "actor")
+
+
+@pytest.mark.parametrize("name", ["logprobs_mode", "logprobs-mode"])
+def test_engine_kwargs_are_laid_over_verls_own_mode(name):
+    for mode, works in (("raw_logprobs", False), ("raw_logits", False), ("processed_logprobs", True)):
+        config = changed(f"rollout.engine_kwargs.vllm.{name}", mode)
+        if works:
+            refusals.check(config, "rollout")
+        else:
+            with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name}='{mode}' at temperature 0.7"):
+                refusals.check(config, "rollout")
 
 
 def test_raw_log_probabilities_are_those_of_temperature_one_and_other_roles_are_not_asked():

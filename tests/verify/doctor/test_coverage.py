@@ -29,6 +29,8 @@ MCORE = [
     f"actor_rollout_ref.actor.megatron.{size}"
     for size in ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1", "vanilla_mbridge=True")
 ]
+OVER = "+actor_rollout_ref.actor.megatron.override_transformer_config."
+MCORE += [f"{OVER}calculate_per_token_loss=True"]
 SCRIPT = " ".join([CUT, SIZES, SOUND, "--lr 1e-5 --micro-batch-size 1 --seq-length 4096 --no-load-optim --save out --log-interval 1"])
 VLLM = "--tensor-parallel-size 4 --generation-config vllm --max-model-len 2048 --gpu-memory-utilization 0.5 --port 8000 --no-enable-log-requests"
 
@@ -210,7 +212,8 @@ def test_verls_model_and_overrides():
         ("actor_rollout_ref.model.override_config={rms_norm_eps:0.01}", "bad", "override_config.rms_norm_eps=0.01"),
         ("actor_rollout_ref.model.override_config=[a]", "bad", "override_config=['a']"),
         ("+actor_rollout_ref.model.mtp={enable:True}", "bad", "mtp.enable=True"),
-        ("actor_rollout_ref.actor.megatron.vanilla_mbridge=${V:-True}", "unknown", "vanilla_mbridge = ${V:-True} is not judged"),
+        ("actor_rollout_ref.actor.megatron.vanilla_mbridge=${VANILLA}", "unknown", "vanilla_mbridge = ${VANILLA} is not judged"),
+        ("actor_rollout_ref.actor.megatron.vanilla_mbridge=${VANILLA:-False}", "bad", "vanilla_mbridge=False"),
         ("actor_rollout_ref.ref.megatron.vanilla_mbridge=False", "bad", "ref.megatron.vanilla_mbridge=False"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf-overrides={rms_norm_eps:0.01}", "bad", "hf"),
         ("actor_rollout_ref.model.lora_rank=8", "bad", "lora_rank = 8"),
@@ -224,6 +227,9 @@ def test_verls_model_and_overrides():
         both = " ".join([*[one for one in VERL if not (more.startswith("actor_rollout_ref.model.path") and "model.path" in one)], *MCORE, more])
         found = options_of(both, both)
         assert len(found) == 1 and found[0][0] == level and said in found[0][1], (more, found)
+    on = [f"+actor_rollout_ref.{name}.enable=True" for name in ("model.mtp", "actor.qat", "actor.megatron.qat")]
+    found = options_of(" ".join([words, *on]), " ".join([words, *on]))
+    assert [level for level, _ in found] == ["bad"] * 3, found
     for name, value in (("layernorm_epsilon", 0.001), ("moe_router_topk", 2), ("hidden_size", 32), ("num_layers", 2), ("rotary_base", 5)):
         both = f"{words} +actor_rollout_ref.actor.megatron.override_transformer_config.{name}={value}"
         found = options_of(both, both)

@@ -88,6 +88,7 @@ VERL = [
 ]
 MCORE = ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
 MCORE += ["actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True"]
+MCORE += ["+actor_rollout_ref.actor.megatron.override_transformer_config.calculate_per_token_loss=True"]
 
 
 def test_verls_command_line_and_defaults():

@@ -24,7 +24,7 @@ from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
 from tio_megatron.integrations.megatron.moe_refusals import moe_refusals, refuse_moe
 from tio_megatron.integrations.megatron.moe_router import OrderedRouter
 from tio_megatron.integrations.megatron.moe_shared import OrderedSharedExpertMLP
-from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, require
+from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, require, without_params
 from tio_megatron.integrations.megatron.versions import release
 
 __all__ = ["moe_refusals", "moe_spec"]
@@ -73,7 +73,10 @@ def _check_parts(layer: Any, parts: Any) -> None:
     require(layer, "mlp", (MoELayer, OrderedMoELayer))
     if release().router_in_spec:
         require(parts.router, "router", (TopKRouter, OrderedRouter))
+    without_params(parts.experts, "experts")
     experts = part_submodules(parts.experts)
+    for name in ("linear_fc1", "linear_fc2"):
+        without_params(getattr(experts, name, None), f"experts.{name}")
     if experts is not None and part_class(parts.experts) is TEGroupedMLP:
         require(experts.linear_fc1, "experts.linear_fc1", (), ("TEColumnParallelGroupedLinear",))
         require(experts.linear_fc2, "experts.linear_fc2", (), ("TERowParallelGroupedLinear",))
@@ -83,6 +86,7 @@ def _check_parts(layer: Any, parts: Any) -> None:
     if parts.shared_experts is not None:
         built_by = getattr(moe_module_specs, "_build_shared_experts", SharedExpertMLP)  # a function from 0.19 on
         require(parts.shared_experts, "shared_experts", (SharedExpertMLP, OrderedSharedExpertMLP, built_by))
+        without_params(parts.shared_experts, "shared_experts", {"gate": False})
         shared = part_submodules(parts.shared_experts)
         columns = (ColumnParallelLinear, OrderedColumnLinear, te_forms.ColumnLinearForm)
         rows = (RowParallelLinear, OrderedRowLinear, te_forms.RowLinearForm)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,6 +35,17 @@ def require(part: Any, where: str, classes: Collection[Any], te_names: Collectio
     module = part_class(part)
     if stock(module) not in {stock(one) for one in classes} and te_forms.named(module) not in te_names:
         raise unknown(module, where)
+
+
+def without_params(part: Any, where: str, known: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse parameters that ``part`` of a spec brings and its ordered form would not be given; ``known`` may be said.
+
+    Raises:
+        ValueError: names them.
+    """
+    given = part.params if isinstance(part, ModuleSpec) else {}
+    if strange := sorted(name for name, value in (given or {}).items() if name not in known or known[name] != value):
+        raise ValueError(f"layer spec: params of {where} ({', '.join(map(str, strange))}) are not handed on to its ordered form; leave them out")
 
 
 def unknown(module: Any, where: str) -> ValueError:

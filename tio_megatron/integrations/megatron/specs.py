@@ -2,7 +2,7 @@
 
 ``convert`` takes any spec that ``get_gpt_layer_local_spec``, ``get_gpt_layer_with_transformer_engine_spec`` or
 ``get_gpt_decoder_block_spec`` makes (or a user's own of the same parts) and swaps every part that sums. Parts of Transformer Engine get ours
-under its parameter names (:mod:`.te_forms`). Identity parts, the bias-dropout-add and the checkpoint's key map stay as they are. A part it does not
+under its parameter names (:mod:`.te_forms`). Identity parts, stock's bias-dropout-add and the checkpoint's key map stay as they are. A part it does not
 know is refused, never left stock.
 """
 
@@ -12,11 +12,12 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tio_megatron.integrations.megatron import modules, te_forms
 from tio_megatron.integrations.megatron.moe_spec import moe_spec
-from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, unknown
+from tio_megatron.integrations.megatron.spec_parts import part_class, part_submodules, unknown, without_params
 from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.integrations.mindspeed.manager import stock
 
@@ -96,6 +97,9 @@ def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if _module(getattr(parts, name)) is not IdentityOp:
             raise unknown(_module(getattr(parts, name)), name)
+    for name in ("self_attn_bda", "mlp_bda", "cross_attn_bda"):
+        if stock(_module(getattr(parts, name))) not in ADDS:
+            raise unknown(_module(getattr(parts, name)), name)
     ours = replace(
         parts,
         input_layernorm=_part(parts.input_layernorm, "input_layernorm"),
@@ -150,13 +154,21 @@ ROLES: dict[str, type] = {
 }
 """What a part must be in each place; in all others a norm."""
 
+ADDS = (get_bias_dropout_add, IdentityFuncOp)
+"""How a layer adds its input to what it computed: without bias and dropout one exact way of rounding, and none where there is nothing to add."""
+
 OURS = (*ORDERED.values(), modules.OrderedRMSNorm, *te_forms.FORMS.values())
 
 
 def _part(part: Any, where: str) -> Any:
     """The ordered form of one part (a class, or a spec of one)."""
     module = _module(part)
-    if module is None or module is IdentityOp or module in OURS:
+    if module is None or module is IdentityOp:
+        return part
+    without_params(part, where)
+    if module in OURS:
+        if not issubclass(module, ROLES.get(where, modules.OrderedRMSNorm)):
+            raise unknown(module, where)
         return part
     # Under MindSpeed both the part and the names imported above may be its own stand-ins.
     ours = {stock(theirs): ordered for theirs, ordered in ORDERED.items()}.get(stock(module))

@@ -15,8 +15,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
+
+from tio_megatron.contract.messages import shown
+from tio_megatron.contract.strict_yaml import read_yaml
 
 SECTIONS = ("language_model", "model_parallel")
 """A file's names stand in these or beside them; under the contract it does not matter where."""
@@ -58,6 +64,7 @@ def as_arguments(original: Callable[[str], Any]) -> Callable[[str], Any]:
 
         if _parser is None:
             raise ValueError(f"--yaml-cfg {yaml_path}: read before the arguments were known; pretrain_gpt.py's own order would work")
+        check_text(yaml_path)
         words = arguments(plain(original(yaml_path)), _parser, {field.name: field.default for field in dataclasses.fields(TransformerConfig)}, yaml_path)
         if os.environ.get("RANK", "0") == "0":
             print(f"tio_megatron: {yaml_path} is read as: {shlex.join(words)}", flush=True)
@@ -66,6 +73,22 @@ def as_arguments(original: Callable[[str], Any]) -> Callable[[str], Any]:
         return args
 
     return load_yaml
+
+
+def check_text(path: str) -> None:
+    """Refuse a file that Megatron-LM's reader, which takes the last of two values, could not read or would read as something else.
+
+    Raises:
+        ValueError: no YAML, no mapping of names, a section that is none, or a name given twice.
+        OSError: the file cannot be read.
+    """
+    try:
+        held = read_yaml(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"--yaml-cfg {path}: cannot be read ({' '.join(str(error).split())})") from error
+    for where, part in ((path, held), *((f"{path}: {name}", held[name]) for name in SECTIONS if isinstance(held, Mapping) and held.get(name) is not None)):
+        if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
+            raise ValueError(f"--yaml-cfg {where}: names with values would work; found {shown(part)}")
 
 
 def plain(found: Any) -> dict[str, Any]:
@@ -116,7 +139,7 @@ def arguments(said: Mapping[str, Any], parser: argparse.ArgumentParser, fields: 
 
 def _words(name: str, value: Any, actions: Mapping[str, list[argparse.Action]], fields: Mapping[str, Any]) -> Iterator[str]:
     if name in WORDS:
-        if value not in WORDS[name]:
+        if not isinstance(value, str | bool) or value not in WORDS[name]:
             raise ValueError(f"{name}={value!r}: {' or '.join(map(repr, WORDS[name]))} would work")
         yield from WORDS[name][value]
         return
@@ -146,4 +169,5 @@ def _words(name: str, value: Any, actions: Mapping[str, list[argparse.Action]], 
         yield action.option_strings[0]
         yield from map(str, value)
     else:
-        yield f"{action.option_strings[0]}={value}"
+        said = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value  # as a pattern of layers is written, without blanks
+        yield f"{action.option_strings[0]}={said}"

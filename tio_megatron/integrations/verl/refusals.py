@@ -5,15 +5,19 @@ What verl hands on is refused further down: megatron-core's options by :mod:`..m
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from tio_megatron.contract.strict_json import read_json
 from tio_megatron.integrations.megatron.rules import OFF, Rule
 
 _ALONE = "the {side} alone would be another model; leave it out, or change config.json, which both sides read"
-_HARMLESS = re.compile(r"attn_implementation$|freeze|_token_id$|^torch_dtype$|^dtype$")
-"""Of ``model.override_config``: what only classes of transformers read, or a token's number. The element type is ``actor.megatron.dtype``'s."""
+_HARMLESS = re.compile(r"_?attn_implementation|freeze_moe_router|moe_config|max_position_embeddings|\w+_token_id|torch_dtype|dtype")
+"""Of ``model.override_config``: what only classes of transformers read, a bound, a token's number, or what is trained (``moe_config`` is older verl's, and read
+no more). The element type is ``actor.megatron.dtype``'s."""
 _LAYERS = "only Megatron's layers are ours"
 _BRIDGE = "mbridge builds the model of layers that the contract converts; another bridge asks for Transformer Engine's, and its export was never run"
 
@@ -91,43 +95,75 @@ def check(config: Mapping[str, Any], role: str) -> None:
         raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
 
 
-def problems(config: Mapping[str, Any], role: str) -> list[str]:
-    """One line for each thing that :func:`check` refuses."""
+def problems(config: Mapping[str, Any], role: str, said: Mapping[str, Any] | None = None) -> list[str]:
+    """One line for each thing that :func:`check` refuses; ``said``: of :func:`other_model`."""
     lines = [line for side in ("actor", "ref") if side in role for line in _broken(SIDE_RULES, config, side)]
-    lines += [*_broken(MODEL_RULES, config, "model"), *_one_model(config)]
+    lines += [*_broken(MODEL_RULES, config, "model"), *_one_model(config, said)]
     if "rollout" in role:
         lines += [*_broken(ROLLOUT_RULES, config, "rollout"), *_raw(config)]
     return lines
 
 
-def _one_model(config: Mapping[str, Any]) -> Iterator[str]:
-    """What one side alone would read in the place of the model's config.json."""
+def other_model(config: Mapping[str, Any], said: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What ``model.override_config`` says that makes another model than the one of config.json.
+
+    Args:
+        config: verl's ``actor_rollout_ref``.
+        said: what config.json says; by default it is read, where ``model.path`` is a folder of this machine.
+    """
+    laid = _laid(config)
+    said = _config_json(_asked(config, "model.path", None)) if said is None else said
+    fine = {name for name in laid if _HARMLESS.fullmatch(str(name)) or (name in said and said[name] == laid[name])} if isinstance(laid, Mapping) else set()
+    return {str(name): value for name, value in laid.items() if name not in fine} if isinstance(laid, Mapping) else {}
+
+
+def _laid(config: Mapping[str, Any]) -> Any:
     laid: Any = _asked(config, "model.override_config", None) or {}
-    if isinstance(laid, Mapping):
-        laid = laid.get("model_config", laid) or {}
+    return laid.get("model_config", laid) or {} if isinstance(laid, Mapping) else laid
+
+
+def _config_json(folder: Any) -> Mapping[str, Any]:
+    path = Path(os.path.expanduser(str(folder))) / "config.json"
+    try:
+        held = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError):  # verl's own reader names it
+        return {}
+    return held if isinstance(held, Mapping) else {}
+
+
+def _one_model(config: Mapping[str, Any], said: Mapping[str, Any] | None) -> Iterator[str]:
+    """What one side alone would read in the place of the model's config.json."""
+    laid = _laid(config)
     if not isinstance(laid, Mapping):
         yield f"actor_rollout_ref.model.override_config={laid!r}: a mapping of settings is read; leave it out"
-    else:
-        for name in laid:
-            if not _HARMLESS.search(str(name)):
-                yield f"actor_rollout_ref.model.override_config.{name}={laid[name]!r}: {_ALONE.format(side='trainer')}"
+    for name, value in other_model(config, said).items():
+        yield f"actor_rollout_ref.model.override_config.{name}={value!r}: {_ALONE.format(side='trainer')}"
     path, other = _asked(config, "model.path", None), _asked(config, "model.hf_config_path", None)
-    if other is not None and other != path:
+    if other is not None and str(other).rstrip("/") != str(path).rstrip("/"):
         yield f"actor_rollout_ref.model.hf_config_path={other!r}: the trainer would read another config.json than vLLM; leave it out"
     given = _asked(config, "rollout.engine_kwargs.vllm", None)
     for name in given if isinstance(given, Mapping) else ():
-        option = str(name).lstrip("-").replace("-", "_").partition(".")[0]  # vLLM's parser takes either
-        if option in ("hf_overrides", "hf_config_path") and given[name]:
+        if _vllms(name) in ("hf_overrides", "hf_config_path") and given[name]:
             yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={given[name]!r}: {_ALONE.format(side='rollout')}"
 
 
 def _raw(config: Mapping[str, Any]) -> Iterator[str]:
-    mode, temperature = _asked(config, "rollout.logprobs_mode", None), _asked(config, "rollout.temperature", 1.0)
-    if mode not in ("processed_logprobs", None) and not (mode == "raw_logprobs" and temperature == 1):
-        yield (
-            f"actor_rollout_ref.rollout.logprobs_mode={mode!r} at temperature {temperature}: the trainer divides its logits by the temperature; "
-            "'processed_logprobs' would work, or 'raw_logprobs' at temperature 1"
-        )
+    """verl lays ``engine_kwargs`` over the arguments that it makes of its own settings."""
+    temperature = _asked(config, "rollout.temperature", 1.0)
+    modes = [("logprobs_mode", _asked(config, "rollout.logprobs_mode", None))]
+    given = _asked(config, "rollout.engine_kwargs.vllm", None)
+    modes += [(f"engine_kwargs.vllm.{name}", given[name]) for name in (given if isinstance(given, Mapping) else ()) if _vllms(name) == "logprobs_mode"]
+    for name, mode in modes[-1:]:
+        if mode not in ("processed_logprobs", None) and not (mode == "raw_logprobs" and temperature == 1):
+            yield (
+                f"actor_rollout_ref.rollout.{name}={mode!r} at temperature {temperature}: the trainer divides its logits by the temperature; "
+                "'processed_logprobs' would work, or 'raw_logprobs' at temperature 1"
+            )
+
+
+def _vllms(name: Any) -> str:
+    """A key of ``engine_kwargs`` as vLLM names the option: its parser takes ``-`` and ``_``, and ``hf_overrides.rope_theta``."""
+    return str(name).lstrip("-").replace("-", "_").partition(".")[0]
 
 
 def _broken(rules: tuple[Rule, ...], config: Mapping[str, Any], side: str) -> list[str]:

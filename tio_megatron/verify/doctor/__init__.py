@@ -23,6 +23,7 @@ from tio_megatron.verify.doctor import (
     stock,
     switches,
     symbols,
+    variables,
     verl_start,
     versions,
 )
@@ -95,9 +96,10 @@ def examine(
     judged = {_option(finding.what) for finding in found}
     found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
     unheard = coverage.check(left.running, right.running, device if plugged else "cpu", plugged=plugged)
-    found += [*sources.check(left.running, right.running, model), *unheard, *result.findings]
+    found += [*sources.check(left.running, right.running, model, known.said), *unheard, *variables.taken(left, right), *result.findings]
+    found = list(variables.judge(left.running, right.running, found))
     if plugged:
-        found = list(verl_start.judge(left.running, right.running, found))
+        found = [*verl_start.judge(left.running, right.running, found, known), *verl_start.of_ref(left.running, known)]
     return Examined(tuple(found), result)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tio_megatron.verify.strict_yaml import read_yaml
+from tio_megatron.contract.strict_yaml import read_yaml
 
 LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
 """Arguments that take several words."""

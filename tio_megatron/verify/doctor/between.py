@@ -10,8 +10,9 @@ from tio_megatron.contract.messages import shown
 from tio_megatron.verify.doctor.defaults import MEGATRON_NAMES
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.models import Model
-from tio_megatron.verify.doctor.options import FLAGS, TOPIC
+from tio_megatron.verify.doctor.options import TOPIC
 from tio_megatron.verify.doctor.running import Running, dtype
+from tio_megatron.verify.doctor.spelling import OVERRIDES, written
 
 _NEUTRAL = (None, 1, 1.0)
 
@@ -108,19 +109,16 @@ def same_model(run: Running, model: Model) -> Iterator[Finding]:
         "untie_embeddings_and_output_weights": not shape.tied,
     }
     sizes_are_written = run.kind != "verl" and "num_layers" in run.written and "hidden_size" in run.written
-    written = laid_over(run) if run.kind == "verl" else run.written  # verl makes all others of the model's config.json
+    asked = laid_over(run) if run.kind == "verl" else run.written  # verl makes all others of the model's config.json
     for name, theirs in wanted.items():
         ours = run.get(name)
         if ours is None or (theirs is None and name != "num_moe_experts"):
             continue
-        if name not in written and not sizes_are_written:
+        if name not in asked and not sizes_are_written:
             continue  # the sizes come from elsewhere (a checkpoint's arguments), and so may this
         if ours == theirs or (isinstance(ours, int | float) and isinstance(theirs, int | float) and math.isclose(ours, theirs, rel_tol=1e-9)):
             continue
-        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-        said = flag.split(" (")[0] + ("" if theirs in (True, False) else f" {_number(theirs)}")
-        if isinstance(theirs, bool) and not theirs:
-            said = f"leave {flag} out"
+        said = f"leave {OVERRIDES}.{name} out" if run.kind == "verl" else written(run.kind, name, theirs)
         yield Finding("bad", TOPIC, f"trainer: {name} = {ours!r}{run.origin(name)}, the model has {theirs!r}: another function", said)
 
 
@@ -134,7 +132,7 @@ def same_function(run: Running) -> Iterator[Finding]:
 
 def laid_over(run: Running) -> frozenset[str]:
     """Names in verl's ``override_transformer_config``, as megatron-core spells them."""
-    return frozenset(MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ()))
+    return frozenset(MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ())) - frozenset(run.left)
 
 
 def _everywhere(frequency: object) -> bool:
@@ -163,10 +161,6 @@ def same_vocabulary(run: Running, model: Model) -> Iterator[Finding]:
     padded = run.get("padded_vocab_size")
     if isinstance(padded, int) and padded < there:
         yield Finding("bad", TOPIC, f"trainer: padded_vocab_size = {padded} has no room for the model's {there} tokens", f"{there} or more")
-
-
-def _number(value: object) -> str:
-    return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)
 
 
 _TYPES = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"})

@@ -11,8 +11,9 @@ from typing import Any
 
 from tio_megatron.contract.messages import named, shown
 from tio_megatron.integrations.mindspeed import options as mindspeed_options
+from tio_megatron.integrations.verl import refusals
 from tio_megatron.verify.doctor import defaults, megatron_names, vllm_names
-from tio_megatron.verify.doctor.between import COMPARED, FUNCTION
+from tio_megatron.verify.doctor.between import COMPARED, FUNCTION, laid_over
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.held import KEY
 from tio_megatron.verify.doctor.options import OFF, ROLLOUT, TOPIC
@@ -43,7 +44,7 @@ CORE_FIELDS = frozenset(
 _MINDSPEEDS = frozenset(name for name, option in mindspeed_options.NAMES.items() if not option.asked or option.works is None)
 """Judged by :mod:`.mindspeed`."""
 _ARGUMENTS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for name in megatron_names.KNOWN) | {"add_bias_linear"}
-_HARMLESS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for names in megatron_names.NEUTRAL.values() for name in names.split())
+HARMLESS = frozenset(defaults.MEGATRON_NAMES.get(name, name) for names in megatron_names.NEUTRAL.values() for name in names.split())
 _HEARD = frozenset({*defaults.MEGATRON_ARGUMENTS, *defaults.TRANSFORMER_CONFIG, *defaults.VERL_TRAINER, *COMPARED, *FUNCTION})
 
 
@@ -56,10 +57,10 @@ def check(trainer: Running, rollout: Running, device: str = "cpu", *, plugged: b
 
 def of_trainer(run: Running, *, plugged: bool = True) -> Iterator[Finding]:
     """Of Megatron-LM's arguments, a YAML of megatron-core's configs, or verl's overrides of them."""
-    judged = _HEARD | _HARMLESS | LAUNCHER | (_MINDSPEEDS if plugged else frozenset())
+    judged = _HEARD | HARMLESS | LAUNCHER | (_MINDSPEEDS if plugged else frozenset())
     if run.kind == "words":
         return
-    names = run.written if run.kind != "verl" else {defaults.MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ())}
+    names = run.written if run.kind != "verl" else laid_over(run)
     strange = []
     for name in sorted(names):
         if name in judged or name.startswith("tio_"):
@@ -84,7 +85,7 @@ def of_rollout(run: Running, device: str = "cpu") -> Iterator[Finding]:
     """Of vLLM's arguments, or verl's ``engine_kwargs`` for it."""
     if run.kind == "words":
         return
-    names = run.written if run.kind == "vllm" else frozenset(run.get("engine_kwargs", ()))
+    names = run.written if run.kind == "vllm" else frozenset(run.get("engine_kwargs", ())) - frozenset(run.left)
     strange = []
     for written in sorted(names):
         name = written.partition(".")[0]  # --hf-overrides.rope_theta 10000
@@ -107,13 +108,19 @@ def _contract_alone(run: Running, written: str) -> bool:
 
 def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:
     """verl has hundreds of settings of its own, most about the loop: those that no table knows are named, and count as nothing."""
-    known = {*_HEARD, *_HARMLESS, *_ARGUMENTS, *CORE_FIELDS, *defaults.VERL_ROLLOUT, *vllm_names.DECIDING, *LAUNCHER}
+    verl_rules = {rule.option.rpartition(".")[2] for rule in (*refusals.SIDE_RULES, *refusals.ROLLOUT_RULES)} | _rules()
+    known = {*_HEARD, *HARMLESS, *_ARGUMENTS, *CORE_FIELDS, *defaults.VERL_ROLLOUT, *vllm_names.DECIDING, *LAUNCHER}
     for side, run in (("trainer", trainer), ("rollout", rollout)):
-        own = {"model_path", "model_override_config", "model_lora_rank", "override_transformer_config", "engine_kwargs", "actor_rollout_ref"}
-        own |= {*run.get("override_transformer_config", ()), *run.get("engine_kwargs", ())}
+        own = {"model_path", "model_lora_rank", "override_transformer_config", "engine_kwargs", "actor_rollout_ref"}
+        own |= {*run.get("override_transformer_config", ()), *run.get("engine_kwargs", ()), *verl_rules}
         left = [name for name in run.written if run.kind == "verl" and name not in known | own and not _of_vllm(name)]
         if left:
             yield Finding("note", TOPIC, f"{side}: not judged, as verl's own: {named(left, most=24)}")
+
+
+def judged_of_trainer() -> frozenset[str]:
+    """Names, as megatron-core has them, of which some check of the doctor has something to say."""
+    return _HEARD | CORE_FIELDS | _rules() | frozenset(defaults.MEGATRON_NAMES.get(name, name) for name in megatron_names.DECIDING.split())
 
 
 def _of_vllm(name: str) -> bool:

@@ -164,6 +164,8 @@ VERL_TRAINER: dict[str, Any] = {
     "apply_rope_fusion": False,
     "attention_backend": "flash",
     "dtype": "bfloat16",
+    "calculate_per_token_loss": False,
+    "optimizer": "adam",
     "use_distributed_optimizer": True,
     "use_dynamic_bsz": False,
     "use_remove_padding": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ _PUBLISHED_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 class Model:
     """What of a model decides a number, and how many ``positions`` it has.
 
-    ``sampling``: what its ``generation_config.json`` says, empty where there is none.
+    ``sampling``: what its ``generation_config.json`` says, ``said``: what its ``config.json`` does; empty where there is none.
     """
 
     shape: ModelShape
@@ -41,6 +42,7 @@ class Model:
     dtype: str = "bfloat16"
     positions: int = 40960
     sampling: dict[str, Any] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def model_of(model: str) -> Model:
@@ -60,7 +62,8 @@ def model_of(model: str) -> Model:
     config = CheckpointConfig.from_file(path)
     if config.shape.experts > MOST_EXPERTS:
         raise ValueError(f"{path}: num_experts is {shown(config.shape.experts)}; no model has more than {MOST_EXPERTS}")
-    return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, config.max_positions, _sampling(path.with_name("generation_config.json")))
+    sampling = _sampling(path.with_name("generation_config.json"))
+    return Model(config.shape, config.rope_theta, config.rms_eps, config.dtype, config.max_positions, sampling, config.raw)
 
 
 def shape_of(model: str) -> ModelShape:

@@ -10,28 +10,13 @@ from typing import Any
 from tio_megatron.integrations.vllm import refused_options
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.running import Running, dtype
+from tio_megatron.verify.doctor.spelling import FLAGS, written
 
 TOPIC = "options"
 BLOCK = 64
 """Keys in one block of the attention walk of the cpu family; a page holds whole blocks."""
 
 OFF = (None, False, 0, 0.0, "", "none", "None", "null")
-
-FLAGS = {
-    "hidden_dropout": "--hidden-dropout 0",
-    "attention_dropout": "--attention-dropout 0",
-    "normalization": "--normalization RMSNorm",
-    "add_bias_linear": "--disable-bias-linear",
-    "gated_linear_unit": "--swiglu",
-    "position_embedding_type": "--position-embedding-type rope (or --use-rotary-position-embeddings)",
-    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
-    "apply_rope_fusion": "--no-rope-fusion",
-    "layernorm_epsilon": "--norm-epsilon",
-    "num_moe_experts": "--num-experts",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
-    "num_query_groups": "--group-query-attention --num-query-groups",
-}
-"""What to write on Megatron-LM's command line."""
 
 
 def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
@@ -60,18 +45,20 @@ def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
         seen.add(rule.option)
         works = [work for work in rule.works if not callable(work)]
         if not any(value == work or (work in OFF and value in OFF) for work in works):
-            yield _bad(run, rule.option, rule.why, " or ".join(map(repr, works)))
+            yield _bad(run, rule.option, rule.why, works)
     if run.get("moe_router_dtype") not in (*OFF, "fp32"):
-        yield _bad(run, "moe_router_dtype", "router logits are fp32", "'fp32'")
+        yield _bad(run, "moe_router_dtype", "router logits are fp32", ["fp32"])
     yield from _balance(run)
     if training and dtype(run) == "bfloat16" and run.get("grad_reduce_in_fp32") is False:
-        yield _bad(run, "grad_reduce_in_fp32", "gradients would be rounded to bf16 before they are added", "True")
+        yield _bad(run, "grad_reduce_in_fp32", "gradients would be rounded to bf16 before they are added", [True])
+    if training and run.kind == "verl" and run["calculate_per_token_loss"] in OFF:
+        yield _bad(run, "calculate_per_token_loss", "a mean in each micro-batch depends on the cut, and the start is refused", [True])
     if run.get("virtual_pipeline_model_parallel_size") not in OFF or run.get("num_layers_per_virtual_pipeline_stage") not in OFF:
         yield Finding(
             "bad",
             TOPIC,
             "trainer: virtual pipeline stages are not handled by weight export and checkpoints",
-            "leave --num-layers-per-virtual-pipeline-stage out",
+            "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null" if run.kind == "verl" else "leave it out",
         )
 
 
@@ -83,9 +70,18 @@ def _rules(training: bool) -> tuple[Any, ...]:
     return (*CONFIG_RULES, *MOE_RULES, *MODEL_RULES, *(DDP_RULES + OPTIMIZER_RULES if training else ()))
 
 
-def _bad(run: Running, option: str, why: str, works: str) -> Finding:
-    flag = FLAGS.get(option) if run.kind == "megatron-lm" else None
-    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", f"{flag or works} would work")
+def _of_the_model() -> frozenset[str]:
+    """Fields of megatron-core's ``TransformerConfig``, as far as a rule names them."""
+    from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
+    from tio_megatron.integrations.megatron.refusals import CONFIG_RULES
+
+    return frozenset(rule.option for rule in (*CONFIG_RULES, *MOE_RULES)) | {"moe_router_dtype", "calculate_per_token_loss"}
+
+
+def _bad(run: Running, option: str, why: str, works: list[Any]) -> Finding:
+    known = FLAGS if run.kind == "megatron-lm" else _of_the_model() if run.kind == "verl" else ()
+    said = written(run.kind, option, works[0]) if works and option in known else " or ".join(map(repr, works))
+    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", f"{said} would work")
 
 
 def _balance(run: Running) -> Iterator[Finding]:
@@ -93,7 +89,7 @@ def _balance(run: Running) -> Iterator[Finding]:
     for kind, one in zip(*(value if isinstance(value, list) else [value] for value in (kinds, weight)), strict=False):
         if kind not in (None, "none", "seq_aux_loss") and (one not in OFF or kind == "sinkhorn"):
             what = f"trainer: moe_router_load_balancing_type = {kind!r}{run.origin('moe_router_load_balancing_type')}: its value depends on the micro-batch"
-            yield Finding("bad", TOPIC, what, "seq_aux_loss, or --moe-aux-loss-coeff 0, would work")
+            yield Finding("bad", TOPIC, what, f"seq_aux_loss, or {written(run.kind, 'moe_aux_loss_coeff', 0)}, would work")
 
 
 ROLLOUT = {

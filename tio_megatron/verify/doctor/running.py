@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tio_megatron.contract.strict_json import read_json
@@ -23,11 +24,13 @@ RELEASE: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Running(Mapping[str, Any]):
-    """Every setting that is known, by name; ``written`` are the names that somebody wrote."""
+    """Every setting that is known, by name; ``written`` are the names that somebody wrote, ``left`` those whose value is a variable that is not known here
+    (they are held with their defaults, so that the other settings can be looked at)."""
 
     kind: Kind
     held: Mapping[str, Any] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
+    left: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.held[name]
@@ -43,8 +46,8 @@ class Running(Mapping[str, Any]):
         return "" if name in self.written else f" ({RELEASE[self.kind]}'s default)" if RELEASE[self.kind] else ""
 
 
-def trainer(kind: Kind, settings: Mapping[str, Any]) -> Running:
-    """The trainer's settings under megatron-core's names.
+def trainer(kind: Kind, settings: Mapping[str, Any], left: Mapping[str, str] = MappingProxyType({})) -> Running:
+    """The trainer's settings under megatron-core's names; ``left``: :attr:`Running.left`.
 
     >>> run = trainer("megatron-lm", {"swiglu": True, "bf16": True})
     >>> run["hidden_dropout"], run.origin("hidden_dropout"), run["gated_linear_unit"]
@@ -58,11 +61,12 @@ def trainer(kind: Kind, settings: Mapping[str, Any]) -> Running:
             name, value = "add_bias_linear", not value
         named[defaults.MEGATRON_NAMES.get(name, name)] = value
     written = frozenset(named)
+    left = {defaults.MEGATRON_NAMES.get(name, name): value for name, value in left.items()}
     if kind == "megatron-lm":
-        return Running(kind, megatron_lm({**defaults.MEGATRON_ARGUMENTS, **named}, written), written | _implied(written))
+        return Running(kind, megatron_lm({**defaults.MEGATRON_ARGUMENTS, **named}, written), written | _implied(written), left)
     if kind == "verl":
-        return Running(kind, {**defaults.VERL_TRAINER, **named}, written)
-    return Running(kind, _query_groups({**defaults.TRANSFORMER_CONFIG, **named}), written)
+        return Running(kind, {**defaults.VERL_TRAINER, **named}, written, left)
+    return Running(kind, _query_groups({**defaults.TRANSFORMER_CONFIG, **named}), written, left)
 
 
 def megatron_lm(values: dict[str, Any], written: frozenset[str]) -> dict[str, Any]:
@@ -104,17 +108,17 @@ def _query_groups(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def rollout(kind: Kind, settings: Mapping[str, Any]) -> Running:
-    """The rollout's settings under vLLM's names."""
+def rollout(kind: Kind, settings: Mapping[str, Any], left: Mapping[str, str] = MappingProxyType({})) -> Running:
+    """The rollout's settings under vLLM's names; ``left``: :attr:`Running.left`."""
     if kind == "words":
         return Running(kind)
     settings = _with_generation_config(settings)
     written = frozenset(settings)
     if kind == "verl":
-        return Running(kind, {**defaults.VLLM_ENGINE, **defaults.VLLM_DECIDES, **defaults.VERL_ROLLOUT, **settings}, written)
+        return Running(kind, {**defaults.VLLM_ENGINE, **defaults.VLLM_DECIDES, **defaults.VERL_ROLLOUT, **settings}, written, left)
     values = {**defaults.VLLM_ENGINE, **settings}
     values |= {name: decided for name, decided in defaults.VLLM_DECIDES.items() if values[name] is None}
-    return Running(kind, values, written)
+    return Running(kind, values, written, left)
 
 
 def _with_generation_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:

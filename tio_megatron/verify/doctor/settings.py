@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,12 @@ import yaml
 
 from tio_megatron.contract.messages import cut
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.contract.strict_yaml import read_yaml
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running, vllm_names
 from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
-from tio_megatron.verify.strict_yaml import read_yaml
+from tio_megatron.verify.doctor.shell import Variables
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
@@ -51,6 +52,7 @@ VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm
 WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
 MOST_BYTES = 4 << 20
+DEEPEST = 64
 
 TRAINER_NAMES = {
     "tp": "tensor_model_parallel_size",
@@ -60,6 +62,8 @@ TRAINER_NAMES = {
     "cp": "context_parallel_size",
 }
 ROLLOUT_NAMES = {"tp": "tensor_parallel_size", "ep": "enable_expert_parallel"}
+AS_WRITTEN = frozenset({"model", "model_path", "tokenizer", "load", "served_model_name", "tio_contract", "additional_config"})
+"""Looked at with their variables (:mod:`.sources`, :mod:`.held`), or by nobody."""
 DECIDE = ("sequence_parallel", "moe_token_dispatcher_type")
 """What decides a layout beside its sizes."""
 ALIASES = {
@@ -78,12 +82,17 @@ class Configured:
     layout: TrainerLayout | RolloutLayout
     settings: Mapping[str, Any]
     kind: Kind = "words"
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Variables of a launch script that were filled in (:mod:`.shell`)."""
+    reads: tuple[str, ...] = ()
+    """Files that the script reads, which were not."""
 
     @property
     def running(self) -> Running:
         """With the defaults of everything that is not written."""
         side = running.rollout if isinstance(self.layout, RolloutLayout) else running.trainer
-        return side(self.kind, self.settings)
+        left = {name: value for name, value in self.settings.items() if isinstance(value, str) and "$" in value and name.partition(".")[0] not in AS_WRITTEN}
+        return side(self.kind, {name: value for name, value in self.settings.items() if name not in left}, left)
 
 
 def trainer(source: str) -> Configured:
@@ -96,17 +105,19 @@ def trainer(source: str) -> Configured:
 
 
 def _trainer(source: str) -> Configured:
-    settings, kind = _read(source, "trainer")
+    settings, kind, variables = _read(source, "trainer")
     if settings is None:
         return Configured(TrainerLayout.parse(source), {})
     strategy = settings.get("strategy", "megatron") if kind == "verl" else "megatron"
     if strategy != "megatron":
-        raise ValueError(f"{source}: the actor's strategy is {strategy!r}; only megatron has layers here (actor_rollout_ref.actor.strategy=megatron)")
+        raise ValueError(f"{source}: the actor's strategy is {strategy!r}; only megatron has layers here (model_engine=megatron)")
     if kind == "verl":
         settings = {**{name: defaults.VERL_TRAINER[name] for name in (*TRAINER_NAMES.values(), "nnodes", "n_gpus_per_node", *DECIDE)}, **settings}
     sizes = {name: _whole(settings, option) for name, option in TRAINER_NAMES.items()}
     if not any(sizes.values()) and "num_layers" not in settings:
         raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
+    for name in DECIDE:
+        _known(name, settings.get(name), "it out")
     tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
     world = _world(settings)
     if world is not None and world % (tp * pp * cp):
@@ -121,7 +132,7 @@ def _trainer(source: str) -> Configured:
         dp=None if world is None else world // (tp * pp * cp),
         dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
     )
-    return Configured(layout, settings, kind)
+    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads))
 
 
 def rollout(source: str) -> Configured:
@@ -144,7 +155,7 @@ def _naming(source: str, read: Callable[[str], Configured]) -> Configured:
 
 
 def _rollout(source: str) -> Configured:
-    settings, kind = _read(source, "rollout")
+    settings, kind, variables = _read(source, "rollout")
     if settings is None:
         return Configured(RolloutLayout.parse(source), {})
     if kind == "verl":
@@ -155,13 +166,14 @@ def _rollout(source: str) -> Configured:
     if not settings:
         raise ValueError(f"{source}: no setting was found; is it a rollout's configuration? (words work too: tp2+ep)")
     expert = settings.get("enable_expert_parallel")
+    _known("enable_expert_parallel", expert, "it out")
     if expert is None:
         expert = (_whole(settings, "expert_parallel_size") or 1) > 1
-    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings, kind)
+    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings, kind, variables.taken, tuple(variables.reads))
 
 
-def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind]:
-    """The settings of one side in ``source`` and who reads them; None when it is neither a file nor arguments, so words.
+def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind, Variables]:
+    """The settings of one side in ``source``, who reads them, and the variables in it; None when it is neither a file nor arguments, so words.
 
     Raises:
         ValueError: a file that cannot be read, too large to be a configuration, or in which one name has two values.
@@ -172,24 +184,31 @@ def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind]:
     if os.path.isfile(source):  # False, not an error, for arguments that are too long for a name
         text = _text(path)
         if path.suffix.lower() in (".yaml", ".yml", ".json"):
-            return _tree(_parsed(path, text), side, source)
+            return *_tree(_parsed(path, text), side, source), _NONE
         return _words(text, side, source)
     if "--" in source or source.startswith("-") or VERL_OVERRIDE.search(source):
         return _words(source, side, "the arguments")
-    return None, "words"
+    return None, "words", _NONE
 
 
-def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
+_NONE = Variables("", {})
+
+
+def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Variables]:
     """Of a command line or a script: verl's overrides where there are some, else arguments."""
-    words = [_of_array(word) for word in split(text, source)]
+    written, variables = split(text, source), Variables(text, os.environ)
+    words = [_of_array(filled) for word in written for filled in variables.fill(word)]
     pairs = [found.groups() for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
     if not pairs:
         if side == "trainer":
-            return arguments(words), "megatron-lm"
-        return arguments(words, vllm_names.SHORT, script=os.path.isfile(source)), "vllm"
+            return arguments(words), "megatron-lm", variables
+        return arguments(words, vllm_names.SHORT, script=os.path.isfile(source)), "vllm", variables
     tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
+    if engines := [word.partition("=")[2] for word in words if re.match(r"\+{0,2}model_engine=", word)]:
+        tree["model_engine"] = engines[-1]
     for way, value in pairs:  # the last of a repeated name holds, as in Hydra
         *parents, name = way.split(".")
+        _not_deeper([*parents, name])
         here = tree
         for parent in parents:
             below = here.get(parent)
@@ -197,7 +216,7 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
                 below = here[parent] = {}
             here = below
         here[name] = _hydras(value.strip("'\""))
-    return _tree(tree, side, source)
+    return *_tree(tree, side, source), variables
 
 
 def _hydras(text: str) -> Any:
@@ -245,10 +264,13 @@ def _tree(data: Any, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
     if not isinstance(data, Mapping):
         raise ValueError(f"{source}: expected a mapping of settings, got {type(data).__name__}")
     if "actor_rollout_ref" in data:
-        pairs = [pair for way in VERL[side] for pair in _leaves(_below(data, way), ()) if not set(pair[0][:-1]) & set(VERL_ELSEWHERE)]
+        pairs = [pair for way in VERL[side] for pair in _leaves(_below(data, way), ()) if not _elsewhere(pair[0])]
         if side == "trainer":  # the actor's own settings beside those of its Megatron part, which have been read
             pairs = [pair for pair in pairs if pair[0][0] != "megatron"]
-            if not _below(data, VERL["trainer"][0]) and not any(way[-1] == "strategy" for way, _ in pairs):
+            engine = data.get("model_engine")
+            if engine not in (None, "megatron"):
+                pairs.insert(0, (("strategy",), f"model_engine={engine}"))
+            elif engine is None and not _below(data, VERL["trainer"][0]) and not any(way[-1] == "strategy" for way, _ in pairs):
                 pairs.append((("strategy",), "fsdp, verl's default"))
         # An override is written on top of what it overrides.
         pairs.sort(key=lambda pair: not any(part.startswith("override_") or part == "engine_kwargs" for part in pair[0]))
@@ -262,9 +284,7 @@ def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]
     """Of verl's model, which both sides read; and which names were written as megatron-core's or vLLM's own, not as verl's."""
     model = {".".join(way): value for way, value in _leaves(_below(data, ("actor_rollout_ref", "model")), ())}
     found: dict[str, Any] = {"model_path": model["path"]} if model.get("path") is not None else {}
-    if over := {name: value for name, value in model.items() if name.startswith("override_config.") and value is not None}:
-        found["model_override_config"] = over
-    if model.get("lora_rank"):
+    if model.get("lora_rank") and "$" not in str(model["lora_rank"]):  # else named by :mod:`.verl_start`
         found["model_lora_rank"] = model["lora_rank"]
     if isinstance(data["actor_rollout_ref"], Mapping):
         found["actor_rollout_ref"] = data["actor_rollout_ref"]
@@ -273,15 +293,27 @@ def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]
     return found
 
 
+def _elsewhere(way: Sequence[str]) -> bool:
+    if "optim" in way[:-1] and (way[-1] == "optimizer" or "override_optimizer_config" in way[:-1]):
+        return False
+    return bool(set(way[:-1]) & set(VERL_ELSEWHERE))
+
+
 def _below(data: Any, way: Sequence[str]) -> Any:
     for name in way:
         data = data.get(name) if isinstance(data, Mapping) else None
     return data if isinstance(data, Mapping) else {}
 
 
+def _not_deeper(way: Sequence[str]) -> None:
+    if len(way) > DEEPEST:
+        raise ValueError(f"{cut('.'.join(way), 80)}: {len(way)} names deep; a setting has at most {DEEPEST}")
+
+
 def _leaves(data: Mapping[Any, Any], way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in data.items():
         here = (*way, *str(name).split("."))
+        _not_deeper(here)
         if isinstance(value, Mapping) and here[-1].replace("-", "_") not in WHOLE:
             yield from _leaves(value, here)
         else:
@@ -302,12 +334,16 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
     return found
 
 
+def _known(name: str, value: Any, what: str) -> None:
+    if isinstance(value, str) and "$" in value:
+        raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}, or have verl write all (bash SCRIPT --cfg job --resolve)")
+
+
 def _whole(settings: Mapping[str, Any], name: str) -> int | None:
     value = settings.get(name)
     if value is None:
         return None
-    if isinstance(value, str) and "$" in value:
-        raise ValueError(f"{name} is {value!r}, a variable that is not set here; write its number")
+    _known(name, value, "its number")
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {value!r}, it must be a whole number of at least 1")
     return value

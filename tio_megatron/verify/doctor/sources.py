@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tio_megatron.contract.messages import shown
+from tio_megatron.integrations.verl import refusals
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.options import OFF, TOPIC
 from tio_megatron.verify.doctor.running import SAMPLING_NAMES, Running, tree_of
 
-_LOADS = re.compile(r"attn_implementation$|_attn_implementation$|freeze")
-"""Of verl's override of the model's configuration: what only its HF classes read, or changes no weight."""
 
-
-def check(trainer: Running, rollout: Running, model: str) -> Iterator[Finding]:
+def check(trainer: Running, rollout: Running, model: str, said: Mapping[str, Any]) -> Iterator[Finding]:
     """Of both sides.
 
     Args:
         trainer: as it will run.
         rollout: as it will run.
         model: what ``--model`` says.
+        said: its ``config.json``.
     """
     yield from _model(rollout, model)
     yield from _weights(rollout)
@@ -31,11 +29,10 @@ def check(trainer: Running, rollout: Running, model: str) -> Iterator[Finding]:
     if trainer.kind == "verl" and trainer.get("model_path") != rollout.get("model_path"):
         yield from _model(trainer, model)
     for run in (trainer, rollout):
-        if run.get("model_override_config") and (run is trainer or trainer.kind != "verl"):
-            for name, value in run["model_override_config"].items():
-                if not _LOADS.search(name):
-                    what = f"verl: actor_rollout_ref.model.{name} = {shown(value)} is not judged: it is laid over the model's config.json"
-                    yield Finding("unknown", TOPIC, what, "leave it out, or change config.json, which both sides read")
+        if run.kind == "verl" and (run is trainer or trainer.kind != "verl"):
+            for name, value in refusals.other_model(run.get("actor_rollout_ref") or {}, said).items():
+                what = f"verl: actor_rollout_ref.model.override_config.{name} = {shown(value)} is not judged: it is laid over the model's config.json"
+                yield Finding("unknown", TOPIC, what, "leave it out, or change config.json, which both sides read")
         if run.get("model_lora_rank") and (run is trainer or trainer.kind != "verl"):
             yield Finding("bad", TOPIC, f"verl: actor_rollout_ref.model.lora_rank = {run['model_lora_rank']}: adapters are not covered", "0 would work")
 

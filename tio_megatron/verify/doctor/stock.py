@@ -9,27 +9,33 @@ from typing import Any
 from tio_megatron.verify.doctor.findings import Finding, Level
 from tio_megatron.verify.doctor.options import OFF, TOPIC
 from tio_megatron.verify.doctor.running import Running
+from tio_megatron.verify.doctor.spelling import written
+
+
+@dataclass(frozen=True)
+class Instead:
+    """A value of the same option, which is written as the run's reader takes it."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
 class Effect:
-    """``option`` with one of ``values`` (None: any that is on) does what ``why`` says; ``works`` is what would not."""
+    """``option`` with one of ``values`` (None: any that is on) does what ``why`` says; ``works`` is what would not, or the value that would not."""
 
     option: str
     values: tuple[Any, ...] | None
     why: str
-    works: str
+    works: str | Instead
     level: Level = "note"
 
 
 TRAINER = (
-    Effect("hidden_dropout", None, "a trainer with dropout on has other log-probabilities than any rollout", "--hidden-dropout 0", "bad"),
-    Effect("attention_dropout", None, "a trainer with dropout on has other log-probabilities than any rollout", "--attention-dropout 0", "bad"),
-    Effect("fp8", None, "quantized products round where the rollout does not", "leave --fp8-format out", "bad"),
+    Effect("hidden_dropout", None, "a trainer with dropout on has other log-probabilities than any rollout", Instead(0), "bad"),
+    Effect("attention_dropout", None, "a trainer with dropout on has other log-probabilities than any rollout", Instead(0), "bad"),
+    Effect("fp8", None, "quantized products round where the rollout does not", "leave it out", "bad"),
     Effect("moe_expert_capacity_factor", None, "tokens above the capacity are dropped, and the rollout drops none", "leave it out", "bad"),
-    Effect(
-        "moe_router_dtype", (None,), "router logits are rounded to bf16; vLLM's too or not, by release: experts flip where they tie", "--moe-router-dtype fp32"
-    ),
+    Effect("moe_router_dtype", (None,), "router logits are rounded to bf16; vLLM's too or not, by release: experts flip where they tie", Instead("fp32")),
     Effect("tensor_model_parallel_size", None, "row-parallel sums are partial sums in bf16, added by NCCL in its order", "the contract, or TP 1 on both sides"),
     Effect("sequence_parallel", None, "the same sums as reduce-scatters, in another order than an all-reduce's", "the contract"),
     Effect("moe_token_dispatcher_type", ("allgather",), "a token's experts are added over ranks, in the order of ranks", "alltoall"),
@@ -44,17 +50,17 @@ TRAINER = (
     Effect(
         "attention_backend", ("auto", "flash"), "the kernel and its split of the keys are chosen by shape; vLLM's paged kernel splits otherwise", "the contract"
     ),
-    Effect("apply_rope_fusion", None, "the fused rotation rounds once where others round twice", "--no-rope-fusion"),
-    Effect("masked_softmax_fusion", None, "the fused softmax has its own order; used by the local implementation only", "--no-masked-softmax-fusion"),
+    Effect("apply_rope_fusion", None, "the fused rotation rounds once where others round twice", Instead(False)),
+    Effect("masked_softmax_fusion", None, "the fused softmax has its own order; used by the local implementation only", Instead(False)),
     Effect("cross_entropy_loss_fusion", None, "the fused loss sums the vocabulary in its own order", "leave it out"),
     Effect(
         "gradient_accumulation_fusion",
         None,
         "weight gradients are added by micro-batch into fp32: other bytes for another cut",
-        "--no-gradient-accumulation-fusion",
+        Instead(False),
     ),
     Effect("tp_comm_overlap", None, "products are cut into pieces that are added as they come", "leave it out"),
-    Effect("deterministic_mode", (False,), "the backward pass may add with atomics: other bytes from run to run", "--deterministic-mode"),
+    Effect("deterministic_mode", (False,), "the backward pass may add with atomics: other bytes from run to run", Instead(True)),
 )
 ROLLOUT = (
     Effect("quantization", None, "quantized products round where the trainer does not", "an unquantized checkpoint", "bad"),
@@ -81,4 +87,5 @@ def check(trainer: Running, rollout: Running) -> Iterator[Finding]:
             value = run[effect.option]
             on = value in effect.values if effect.values is not None else value not in OFF and value not in (1, "auto") or value is True
             if on:
-                yield Finding(effect.level, TOPIC, f"{side}: {effect.option} = {value!r}{run.origin(effect.option)}: {effect.why}", effect.works)
+                works = written(run.kind, effect.option, effect.works.value) if isinstance(effect.works, Instead) else effect.works
+                yield Finding(effect.level, TOPIC, f"{side}: {effect.option} = {value!r}{run.origin(effect.option)}: {effect.why}", works)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tio_megatron.integrations.verl import refusals
+from tio_megatron.verify.doctor import between, options, running
 from tio_megatron.verify.doctor.arguments import value_of
 from tio_megatron.verify.doctor.findings import Finding
+from tio_megatron.verify.doctor.models import Model
 from tio_megatron.verify.doctor.options import TOPIC
 from tio_megatron.verify.doctor.running import Running
 
@@ -16,11 +19,12 @@ TREE = "actor_rollout_ref"
 """Under this name a verl configuration holds its settings as verl has them, nested."""
 _BREAK: dict[str, Any] = {"megatron": {"vanilla_mbridge": False}}
 """verl 0.9.1's defaults of the actor that are refused; all others in the tables are not."""
+_GENERAL = frozenset({"enable", "mode", "name", "rank"})
 _SELECT = re.compile(r"\$\{oc\.select:([\w.]+)(?:,([^{}]*))?\}")
-_JUDGED = frozenset(rule.option for rule in (*refusals.SIDE_RULES, *refusals.MODEL_RULES, *refusals.ROLLOUT_RULES))
+_JUDGED = frozenset(rule.option for rule in (*refusals.SIDE_RULES, *refusals.MODEL_RULES, *refusals.ROLLOUT_RULES)) | {"hf_config_path", "logprobs_mode"}
 
 
-def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Iterator[Finding]:
+def judge(trainer: Running, rollout: Running, found: Sequence[Finding], model: Model) -> Iterator[Finding]:
     """``found``, and one ``bad`` for each line of the tables about which it says nothing; what it calls unknown is bad then."""
     lines: dict[str, Finding] = {}
     for run, role in ((trainer, "actor_ref"), (rollout, "rollout")):
@@ -29,19 +33,47 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Itera
             for name, value in left.items():
                 what = f"verl: {TREE}.{name} = {value} is not judged: a variable that is not set here"
                 lines[name] = Finding("unknown", TOPIC, what, "write it out")
-            for line in refusals.problems(_with_defaults(tree, role, left), role):
+            for line in refusals.problems(_with_defaults(tree, role, left), role, model.said):
                 what, _, works = line.rpartition("; ")
-                option = re.split(r"[=.]", line.partition("=")[0])[-1].replace("-", "_")
-                lines[option] = Finding("bad", TOPIC, f"verl: {what}", works)
+                lines[line.partition("=")[0]] = Finding("bad", TOPIC, f"verl: {what}", works)
     for one in found:
-        named = next((option for option in lines if re.search(rf"\b{re.escape(option)}\b", one.what)), None) if one.topic == TOPIC else None
-        if named is not None and one.level == "bad":
-            del lines[named]
-        elif named is not None and one.level == "unknown":
-            yield lines.pop(named)
+        named = [name for name in lines if one.topic == TOPIC and re.search(rf"\b{re.escape(_option(name))}\b|^\w+: {_last(name)} = ", one.what)]
+        if one.level == "unknown" and named:
+            yield from (lines.pop(name) for name in named)
             continue
+        if one.level == "bad":
+            for name in named:
+                del lines[name]
         yield one
     yield from lines.values()
+
+
+def of_ref(trainer: Running, model: Model) -> Iterator[Finding]:
+    """The reference model's own overrides, which only it has: by the trainer's tables. ``model`` is the one that both sides read."""
+    tree, _ = _resolved((trainer.get(TREE) or {}) if trainer.kind == "verl" else {})
+    here: Any = tree
+    for name in ("ref", "megatron", "override_transformer_config"):
+        here = here.get(name) if isinstance(here, Mapping) else None
+    if not isinstance(here, Mapping):
+        return
+    run = running.trainer("verl", {**here, "override_transformer_config": tuple(here)})
+    for one in (*options.trainer(run, training=False), *between.same_model(run, model), *between.same_function(run)):
+        if one.level == "bad" and any(re.search(rf"\b{re.escape(str(name))} = ", one.what) for name in here):
+            yield replace(one, what=one.what.replace("trainer: ", "ref: ", 1), works=one.works.replace(f"{TREE}.actor.", f"{TREE}.ref."))
+
+
+def _option(name: str) -> str:
+    """What other rooms call a setting: the last part of its name, with the one before it where that says little.
+
+    >>> _option("actor_rollout_ref.rollout.engine_kwargs.vllm.hf-overrides"), _option("actor_rollout_ref.actor.qat.enable")
+    ('hf_overrides', 'qat.enable')
+    """
+    before, last = name.split(".")[:-1], _last(name)
+    return f"{before[-1]}.{last}" if last in _GENERAL and before else last
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2].replace("-", "_")
 
 
 def _with_defaults(tree: Mapping[str, Any], role: str, left: Mapping[str, str]) -> dict[str, Any]:
@@ -81,4 +113,8 @@ def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
                 left[f"{way}{name}"] = value
         return made
 
-    return filled(tree, ""), left
+    resolved = filled(tree, "")
+    model = tree.get("model")
+    if isinstance(model, Mapping) and "$" in str(model.get("path")) and resolved["model"].pop("hf_config_path", None) is not None:
+        left.setdefault("model.hf_config_path", f"{model['hf_config_path']}, beside model.path = {model['path']}")
+    return resolved, left

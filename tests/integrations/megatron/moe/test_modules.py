@@ -128,6 +128,14 @@ def test_unknown_experts_are_refused():
         moe_spec(spec, world.config(world.Row()))
 
 
+@pytest.mark.parametrize("place, says", [("experts", r"params of experts \(gate\)"), ("shared_experts", r"params of shared_experts \(gate\)")])
+def test_parameters_that_would_be_dropped_are_refused(place, says):
+    spec = get_moe_module_spec(use_te=False, num_experts=16, moe_grouped_gemm=False)
+    getattr(spec.submodules, place).params = {"gate": True}
+    with pytest.raises(ValueError, match=says):
+        moe_spec(spec, world.config(world.Row()))
+
+
 def test_a_width_off_the_leaves_is_refused_with_what_works():
     row = world.Row(etp=2, tp=2)
 
