@@ -28,8 +28,8 @@ if [ "$TIO_CONTRACT" != 0 ]; then
     layers=(actor_rollout_ref.model.use_remove_padding=True "+$config.calculate_per_token_loss=True")
 else
     # what stock Megatron needs on a CPU, where neither Transformer Engine nor its own fused kernels can be had
-    layers=(actor_rollout_ref.model.use_remove_padding=False "$config.attention_backend=unfused")
-    for off in moe_grouped_gemm persist_layer_norm masked_softmax_fusion bias_dropout_fusion bias_activation_fusion; do layers+=("+$config.$off=False"); done
+    layers=(actor_rollout_ref.model.use_remove_padding=False "$config.attention_backend=unfused" "+$config.moe_grouped_gemm=False"
+        "+$config.persist_layer_norm=False" "+$config.masked_softmax_fusion=False" "+$config.bias_dropout_fusion=False" "+$config.bias_activation_fusion=False")
 fi
 
 [ -f "$out/train.parquet" ] || "$python" -W ignore -m examples.qwen3_moe.verl_start "$out"

@@ -15,7 +15,7 @@ def unrelated_apex() -> str | None:
     """
     held = sys.modules.get("apex")  # None there forbids its import
     try:
-        spec = held.__spec__ if held is not None else None if "apex" in sys.modules else importlib.util.find_spec("apex")
+        spec = getattr(held, "__spec__", None) if held is not None else None if "apex" in sys.modules else importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made by hand has no spec
         return None
     if spec is None or spec.origin is None:  # absent, or a folder of that name without code

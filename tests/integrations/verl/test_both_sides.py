@@ -98,6 +98,10 @@ def test_engine_kwargs_are_laid_over_verls_own_mode(name):
         else:
             with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name}='{mode}' at temperature 0.7"):
                 refusals.check(config, "rollout")
+    nothing = changed(f"rollout.engine_kwargs.vllm.{name}", None)
+    nothing["rollout"]["logprobs_mode"] = "raw_logits"  # verl hands no null on
+    with pytest.raises(ValueError, match="rollout.logprobs_mode='raw_logits'"):
+        refusals.check(nothing, "rollout")
 
 
 def test_raw_log_probabilities_are_those_of_temperature_one_and_other_roles_are_not_asked():

@@ -13,6 +13,7 @@ import pytest
 from tio_megatron.testing.qwen3 import MOE
 from tio_megatron.verify import doctor
 from tio_megatron.verify.doctor import coverage, defaults, examine, megatron_names, settings, vllm_names
+from tio_megatron.verify.doctor.megatron_switches import SWITCHES
 
 SIZES = """--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --ffn-hidden-size 6144
  --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-epsilon 1e-6 --rotary-base 1000000 --untie-embeddings-and-output-weights"""
@@ -295,7 +296,7 @@ def test_names_of_megatron_core_are_the_installed_ones():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     theirs = {field.name for field in dataclasses.fields(TransformerConfig)}
-    known = coverage._ARGUMENTS | coverage.CORE_FIELDS | coverage._HEARD | coverage._rules()
+    known = coverage._ARGUMENTS | coverage.CORE_FIELDS | coverage._HEARD | coverage.rules()
     assert len(theirs - known) < 40, sorted(theirs - known)
 
 
@@ -303,12 +304,14 @@ NAMES = """
 import argparse, json, sys, types
 sys.modules.setdefault("six", types.SimpleNamespace(text_type=str, PY2=False, PY3=True))
 from megatron.training.arguments import add_megatron_arguments
-found = set()
+found, switches = set(), set()
 for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve"))._actions:
     for option in action.option_strings:
         name = option.lstrip("-").replace("-", "_")
+        if action.nargs == 0 and not name.startswith("no_"):
+            switches.add(name)
         found.add(name[3:] if name.startswith("no_") and action.nargs == 0 else name)
-print(json.dumps(sorted(found - {"h", "help"})))
+print(json.dumps([sorted(found - {"h", "help"}), sorted(switches - {"h", "help"})]))
 """
 
 
@@ -319,7 +322,8 @@ def test_names_of_megatron_lm():
     environment = {**os.environ, "PYTHONPATH": sources, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", NAMES], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    theirs = set(json.loads(done.stdout.splitlines()[-1]))
+    theirs, switches = map(set, json.loads(done.stdout.splitlines()[-1]))
+    assert switches == SWITCHES
     assert theirs - megatron_names.KNOWN == set() and len(megatron_names.KNOWN - theirs) < 12, sorted(megatron_names.KNOWN - theirs)
 
 

@@ -1,6 +1,9 @@
 """Variables of launch scripts: what a script says plainly is put in, all else is named and never taken for a value."""
 
 import json
+import random
+import re
+import subprocess
 
 import pytest
 
@@ -12,10 +15,11 @@ from tio_megatron.verify.doctor.shell import Variables
 SCRIPT = """
 #!/usr/bin/env bash
 set -xeuo pipefail
-source ./cluster.env   # it's not read
+source /usr/local/Ascend/ascend-toolkit/set_env.sh   # it's not read
 INFER_BACKEND=${INFER_BACKEND:-vllm}
 actor_tp=${ACTOR_TP:-4}; actor_ep=${ACTOR_EP:-${EP:-4}}
 NNODES=${NNODES:-2}
+ENGINE=megatron
 layers='+actor_rollout_ref.actor.megatron.override_transformer_config'
 if [ "$NNODES" = 2 ]; then
     stages=1
@@ -29,7 +33,7 @@ ACTOR=(
     actor_rollout_ref.actor.megatron.vanilla_mbridge=True
     ${layers}.calculate_per_token_loss=True
 )
-python3 -m verl.trainer.main_ppo model_engine=megatron "${ACTOR[@]}" \\
+python3 -m verl.trainer.main_ppo model_engine=$ENGINE "${ACTOR[@]}" \\
     actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.rollout.name=$INFER_BACKEND \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=$actor_tp trainer.nnodes=${NNODES} MORE "$@"
 """
@@ -63,6 +67,8 @@ def problems(findings):
         ("A=1\nif x; then\nA=2\nfi\nB=4", {"B": ["4"]}, "A"),
         ("f() {\n local A=1\n}\nB=2", {"B": ["2"]}, "A"),
         ("A=$(nproc)\nB=$((3*4))\nC=`x`\nD=3", {"D": ["3"]}, "ABC"),
+        ("A=${A:-$(x)}\ncase $A in\n a) B=${B:-1};;\n c) B=${B:-2};;\nesac\nC=1", {"C": ["1"]}, "B"),
+        ('A="--x $((1 + 2)) --y 4"', {"A": ["--x", "$(...)", "--y", "4"]}, ""),
         ("read A; for B in 1 2; do C=1; done; D=1", {"D": ["1"]}, "ABC"),
         ("[ x ] && A=1 || A=2\nB=5", {"B": ["5"]}, "A"),
         ("A=1 command x\nB=2", {"B": ["2"]}, "A"),
@@ -86,7 +92,7 @@ def test_a_script_of_verl_with_variables(tmp_path, monkeypatch):
     found = said(tmp_path)
     assert problems(found) == []
     (note,) = [one.what for one in found if one.what.startswith("variables as")]
-    assert "actor_tp = '4'" in note and "INFER_BACKEND = 'vllm'" in note and "not read: ./cluster.env" in note
+    assert "actor_tp = '4'" in note and "INFER_BACKEND = 'vllm'" in note and "not read: /usr/local/Ascend/ascend-toolkit/set_env.sh" in note
     script = str(tmp_path / "run.sh")
     assert (str(settings.trainer(script).layout), str(settings.rollout(script).layout)) == ("TP 4 EP 4 ETP 1 SP DP 4", "TP 4")
     monkeypatch.setenv("EP", "2")
@@ -98,12 +104,15 @@ def test_a_script_of_verl_with_variables(tmp_path, monkeypatch):
     [
         ("actor_rollout_ref.rollout.dtype=${X}", "dtype"),
         ("actor_rollout_ref.rollout.name=$X", "name"),
+        ("; A=(); if x; then A+=(actor_rollout_ref.rollout.dtype=bfloat16); else A+=(actor_rollout_ref.rollout.dtype=float16); fi", "dtype"),
         ("actor_rollout_ref.rollout.quantization=$X", "quantization"),
         ("actor_rollout_ref.rollout.logprobs_mode=$X", "logprobs_mode"),
         ("actor_rollout_ref.rollout.max_model_len=${X}", "max_model_len"),
         ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=${X}", "virtual_pipeline_model_parallel_size"),
         ("actor_rollout_ref.model.lora_rank=${X}", "lora_rank"),
         ("actor_rollout_ref.model.hf_config_path=$X", "hf_config_path"),
+        ("'+actor_rollout_ref.model.mtp={enable:${X}}'", "mtp"),
+        ("'+actor_rollout_ref.model.override_config={attn_implementation:eager,x:${X}}'", "override_config"),
         ("${layers}.moe_permute_fusion=$X", "moe_permute_fusion"),
         ("${layers}.moe_aux_loss_coeff=$X", "moe_aux_loss_coeff"),
         ("${layers}.layernorm_epsilon=$X", "layernorm_epsilon"),
@@ -131,6 +140,8 @@ def test_a_variable_that_moves_no_byte_is_let_be(tmp_path, more):
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$stages", "write its number, or have verl write all"),
         ("actor_rollout_ref.actor.megatron.sequence_parallel=$X", "write it out, or have verl write all"),
         ("actor_rollout_ref.actor.strategy=fsdp", "only megatron has layers here"),
+        ("~actor_rollout_ref.actor.megatron.vanilla_mbridge", "takes a setting away"),
+        ("model_engine=$X", "model_engine is '.X', a variable that is not set here"),
         ("model_engine=dp", "only megatron has layers here"),
         ("+actor_rollout_ref." + "a." * 3000 + "b=1", "3002 names deep; a setting has at most 64"),
     ],
@@ -138,6 +149,12 @@ def test_a_variable_that_moves_no_byte_is_let_be(tmp_path, more):
 def test_without_it_there_is_no_layout(tmp_path, more, says):
     with pytest.raises(ValueError, match=says):
         said(tmp_path, more)
+
+
+def test_a_variable_of_one_side_hides_nothing_of_the_other(tmp_path):
+    more = "actor_rollout_ref.rollout.dtype=float16 actor_rollout_ref.actor.megatron.dtype=$X trainer.nnodes=$X"
+    found = problems(said(tmp_path, more))
+    assert ("bad", "rollout: dtype = 'float16'") in found and any(level == "unknown" and "trainer: dtype = " in what for level, what in found)
 
 
 def test_string_variables_of_megatron_lm(tmp_path):
@@ -181,3 +198,183 @@ def test_values_of_the_models_own_config_json_pass(tmp_path):
         said(tmp_path, f"+actor_rollout_ref.model.override_config.rms_norm_eps={value}")
         found = examine(model=str(model), trainer=str(tmp_path / "run.sh"), rollout=str(tmp_path / "run.sh")).findings
         assert [one for one, what in problems(found) if "override_config" in what] == level
+
+
+SIMPLE = [
+    "{a}={v}",
+    "{a}={v}; {b}=${{{a}}}",
+    "export {a}={v} {b}={w}",
+    "{a}=${{{b}:-{v}}}",
+    "{a}=${{{b}-{v}}}",
+    "{a}=${{{a}:-{v}}}",
+    "{a}=${{{b}:-${{{c}:-{v}}}}}",
+]
+SIMPLE += ["{a}='${b}'", '{a}="x${{{b}}}y"', "{a}={v} # {a}={w}, it's", "# {a}={w}\n{b}={v}", "{a}=", '{a}=""', "readonly {c}_={v}", "{a}+={v}", "unset {a}"]
+SIMPLE += [
+    ": ${{{a}:={v}}}",
+    "{a}=$((1 + {v}))",
+    "{a}=$(echo {v})",
+    "{a}=`echo {v}`",
+    'eval "{a}={v}"',
+    "read {a} <<< {v}",
+    "printf -v {a} %s {v}",
+    "let {a}={v}",
+]
+SIMPLE += [
+    "(({a}++))",
+    "({a}={v})",
+    "({a}={v}; {b}={w})",
+    "{a}={v} true",
+    "env {a}={v} true",
+    "{a}={v} | true",
+    "true && {a}={v}",
+    "false && {a}={v} || {b}={w}",
+]
+SIMPLE += [
+    "false || {a}={v}",
+    "{a}=({v} {w})",
+    "cat > /dev/null <<X\n{a}={v}\nX",
+    "declare {a}={v}",
+    "{a}=\\\n{v}",
+    "true; {a}={v}",
+    "{a}={v}; {a}={v}",
+    "shift || true",
+]
+SIMPLE += ['{a}="${{{b}:+{v}}}"', "{a}=${{{b}%x}}", "{a}={v}$", "{a}=\\${b}", "set -- {v} {w}; {a}=$1", "{a}={v};:", "local_ {a}={v}", "{a}=${{{b}:?}} || true"]
+AROUND = [
+    "if {t}; then\n{s}\nfi",
+    "if {t}; then {s}\nelse\n{s2}\nfi",
+    "for {a} in {v} {w}; do\n{s}\ndone",
+    "while {t}; do\n{s}\nbreak\ndone",
+    "f() {{\n{s}\n}}",
+]
+AROUND += [
+    "f() {{\n{s}\n}}\nf",
+    "function f {{\n{s}\n}}\nf",
+    "{{\n{s}\n}}",
+    "case {v} in\n  {v}) {s};;\n  *) {s2};;\nesac",
+    "(\n{s}\n)",
+    "[[ {t} ]] && {{ {s}\n}}",
+]
+AROUND += ["function f() {{\n{s}\n}}\nf", "until false; do\n{s}\nbreak\ndone", "for ((i=0, {a}=5; i<2; i++)); do\n{s}\ndone"]
+
+
+def a_script(seed):
+    """A script of such lines, among them uses with a number each, and the environment it starts in."""
+    draw = random.Random(seed)
+    uses = []
+
+    def names():
+        return {"a": draw.choice("PQR"), "b": draw.choice("PQRE"), "c": draw.choice("PQRE"), "v": draw.choice("12"), "w": draw.choice("34")}
+
+    def line(depth=0):
+        if draw.random() < 0.35:
+            uses.append(
+                draw.choice(["{n}=${{{b}}}", "{n}=${b}", '"{n}=${{{b}:-{v}}}"', "'{n}=${b}'", "{n}=x${{{b}-{v}}}"]).format(n=f"u.{len(uses)}", **names())
+            )
+            return f"show {uses[-1]}"
+        if depth < 2 and draw.random() < 0.3:
+            truth = draw.choice(["true", "false", "[ 1 = 1 ]"])
+            return draw.choice(AROUND).format(t=truth, s=line(depth + 1), s2=line(depth + 1), **names())
+        return draw.choice(SIMPLE).format(**names())
+
+    body = [line() for _ in range(draw.randint(3, 9))] + ["show u.last=$P", "show u.later=$Q"]
+    return "\n".join(body), {"E": draw.choice(["", "7"])} | ({"P": "9"} if draw.random() < 0.3 else {})
+
+
+def against_bash(scripts, fill):
+    """How many uses were filled in, and those whose value bash has never handed on. ``fill``: of script and environment, a word's values."""
+    wrong, known = [], 0
+    for script, environment in scripts:
+        text = f'show() {{ printf \'%s\\037\' "$*"; }}\nlocal_() {{ local "$@"; }}\n{script}'
+        handed = {}
+        for use in subprocess.run(["bash", "-c", text], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60).stdout.split(
+            "\037"
+        )[:-1]:
+            handed.setdefault(use.partition("=")[0], set()).add(use)
+        variables = fill(script, environment)
+        for ours in variables.words():
+            if not ours.startswith("u.") or "$" in ours:
+                continue
+            known += 1
+            if handed.get(ours.partition("=")[0], {ours}) != {ours}:
+                wrong.append((script, environment, ours, handed[ours.partition("=")[0]]))
+    return known, wrong
+
+
+def test_nothing_is_put_in_that_bash_would_not():
+    scripts = [a_script(seed) for seed in range(600)]
+    known, wrong = against_bash(scripts, Variables)
+    assert not wrong, wrong[:2]
+    assert known > 300, "few are known"
+
+
+def test_control_a_reader_that_takes_the_last_assignment_is_caught():
+    class Last:
+        def __init__(self, script, environment):
+            self.script = script
+            self.values = {**environment, **dict(re.findall(r"\b([PQRE])=(\d)", script))}
+
+        def words(self):
+            return [re.sub(r"\$\{?([PQRE])\}?", lambda found: self.values.get(found[1], ""), word) for word in self.script.split()]
+
+    assert len(against_bash([a_script(seed) for seed in range(100)], Last)[1]) > 5
+
+
+@pytest.mark.parametrize(
+    "text, holes",
+    [
+        ('E="--bf16"\nE+=" --fp8-format hybrid"\npython x.py $E', ["$E"]),
+        ("python x.py --load $CKPT --bf16 $E", ["$E"]),
+        ('A=(--x 1)\npython x.py "${A[@]}" "${B[@]}" "$@"', ["${B[@]}"]),
+        ("A=(\n  --x 1\n  $E\n)\ntorchrun x.py ${A[@]}", ["$E"]),
+        ("python x.py $(cat args.txt) ${E}", ["$(...)", "${E}"]),
+        ("python -m verl.trainer.main_ppo +${P}.fp8=True a.b=$X", ["+${P}.fp8=True"]),
+        ("P=a.b; E='--bf16'\n$PYTHON x.py +$P.c=1 $E", []),
+        ("cd $E; echo $E; for i in $E; do true; done; [ $E = vllm ] && exit; python x.py --n $E", []),
+    ],
+)
+def test_a_word_that_may_hold_options_is_named(text, holes):
+    assert Variables(text, {}).holes == holes
+
+
+@pytest.mark.parametrize("end", ["\n)", '\n)\n: "$@"', ' "$@"\n)', " # last\n)"])
+def test_a_switch_has_no_value_behind_it(tmp_path, end):
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        f'ARGS=(\n  --num-layers 48\n  --tensor-model-parallel-size 2\n  --sequence-parallel "$@"\n  --bf16{end}\ntorchrun pretrain_gpt.py "${{ARGS[@]}}"'
+    )
+    assert {name: settings.trainer(str(script)).settings[name] for name in ("bf16", "sequence_parallel")} == {"bf16": True, "sequence_parallel": True}
+
+
+def test_nothing_is_known_where_anything_may_be_set():
+    for line in (
+        'eval "$(cat .env)"',
+        "source ./cluster.env",
+        "export $(grep -v '#' .env | xargs)",
+        'declare "$name=4"',
+        "declare -n other=TP",
+        'read "$name" <<< 4',
+    ):
+        assert Variables(f"TP=2\n{line}", {}).fill("$TP") == ["$TP"], line
+    for line in ("source venv/bin/activate", ". /usr/local/Ascend/ascend-toolkit/set_env.sh", "eval true", "echo 'TP=4 bash run.sh'", "# TP=4"):
+        assert Variables(f"TP=2\n{line}", {}).fill("$TP") == ["2"], line
+
+
+@pytest.mark.parametrize(
+    "more, level, says, works",
+    [
+        ("actor_rollout_ref.actor.optim.use_precision_aware_optimizer=True", "bad", "use_precision_aware_optimizer = True", "optim.override_optimizer_config."),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.average_in_collective=True", "bad", "average_in_collective", "megatron.override_ddp_config."),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.average_in_collective=$X", "unknown", "average_in_collective = ", "write it out"),
+        ("++actor_rollout_ref.actor={megatron:{vanilla_mbridge:False,tensor_model_parallel_size:4}}", "bad", "vanilla_mbridge=False", "True would work"),
+        ("${layers}.foo=$X", "unknown", "foo = ", "write it out"),
+        ("+actor_rollout_ref.ref.megatron.override_transformer_config.hidden_dropout=$X", "unknown", "ref: hidden_dropout = $X", "write it out"),
+        ("+actor_rollout_ref.ref.megatron.override_transformer_config.nonsense=1", "unknown", "ref: nonsense is not judged", "leave it out"),
+        ("actor_rollout_ref.ref.megatron.dtype=float16", "bad", "ref: computes in float16", "actor_rollout_ref.ref.megatron.dtype=bfloat16"),
+        ("actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size=2", "bad", "ref: virtual pipeline", "actor_rollout_ref.ref.megatron.virtual"),
+    ],
+)
+def test_the_optimizer_and_the_reference_are_looked_at(tmp_path, more, level, says, works):
+    (found,) = [one for one in said(tmp_path, more) if one.level in ("bad", "unknown")]
+    assert found.level == level and says in found.what and works in found.works, found

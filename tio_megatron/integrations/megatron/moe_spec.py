@@ -71,12 +71,14 @@ def moe_spec(stock: Any, config: TransformerConfig) -> Any:
 def _check_parts(layer: Any, parts: Any) -> None:
     """Refuse what would be dropped in silence: ours take the place of the whole layer, its router, its experts and their linear layers."""
     require(layer, "mlp", (MoELayer, OrderedMoELayer))
+    without_params(layer, "mlp")
     if release().router_in_spec:
         require(parts.router, "router", (TopKRouter, OrderedRouter))
     without_params(parts.experts, "experts")
     experts = part_submodules(parts.experts)
-    for name in ("linear_fc1", "linear_fc2"):
-        without_params(getattr(experts, name, None), f"experts.{name}")
+    for where, held in (("experts", experts), ("shared_experts", part_submodules(parts.shared_experts))):
+        for name in ("linear_fc1", "linear_fc2"):
+            without_params(getattr(held, name, None), f"{where}.{name}")
     if experts is not None and part_class(parts.experts) is TEGroupedMLP:
         require(experts.linear_fc1, "experts.linear_fc1", (), ("TEColumnParallelGroupedLinear",))
         require(experts.linear_fc2, "experts.linear_fc2", (), ("TERowParallelGroupedLinear",))

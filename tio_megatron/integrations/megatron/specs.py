@@ -93,6 +93,7 @@ def _stage(vp_stage: int | None, pp_rank: int | None) -> dict[str, int | None]:
 def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     if spec.module not in (TransformerLayer, modules.OrderedTransformerLayer):
         raise unknown(spec.module, "layer")
+    without_params(spec, "layer")
     parts = spec.submodules
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if _module(getattr(parts, name)) is not IdentityOp:
@@ -100,6 +101,7 @@ def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     for name in ("self_attn_bda", "mlp_bda", "cross_attn_bda"):
         if stock(_module(getattr(parts, name))) not in ADDS:
             raise unknown(_module(getattr(parts, name)), name)
+        without_params(getattr(parts, name), name)
     ours = replace(
         parts,
         input_layernorm=_part(parts.input_layernorm, "input_layernorm"),
@@ -113,6 +115,8 @@ def _layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 def _attention(spec: ModuleSpec) -> ModuleSpec:
     if spec.module is not SelfAttention:
         raise unknown(spec.module, "self_attention")
+    masks = {"attn_mask_type": spec.params.get("attn_mask_type")}  # the mask itself is looked at where it arrives
+    without_params(spec, "self_attention", masks)
     parts = spec.submodules
     ours = replace(
         parts,
@@ -131,7 +135,10 @@ def _mlp(spec: Any, config: TransformerConfig) -> Any:
         return moe_spec(spec, config)
     if module not in (MLP, modules.OrderedMLP):
         raise unknown(module, "mlp")
+    without_params(spec, "mlp")
     parts = part_submodules(spec)
+    if parts is None:
+        raise ValueError(f"layer spec: {module.__name__} as mlp names no parts; a ModuleSpec with linear_fc1 and linear_fc2 would work")
     ours = replace(parts, linear_fc1=_part(parts.linear_fc1, "linear_fc1"), linear_fc2=_part(parts.linear_fc2, "linear_fc2"))
     if isinstance(spec, functools.partial):
         return functools.partial(modules.OrderedMLP.as_mlp_submodule, **spec.keywords | {"submodules": ours})
@@ -164,6 +171,8 @@ def _part(part: Any, where: str) -> Any:
     """The ordered form of one part (a class, or a spec of one)."""
     module = _module(part)
     if module is None or module is IdentityOp:
+        if where in ROLES:
+            raise unknown(module, where)
         return part
     without_params(part, where)
     if module in OURS:

@@ -152,7 +152,11 @@ def _raw(config: Mapping[str, Any]) -> Iterator[str]:
     temperature = _asked(config, "rollout.temperature", 1.0)
     modes = [("logprobs_mode", _asked(config, "rollout.logprobs_mode", None))]
     given = _asked(config, "rollout.engine_kwargs.vllm", None)
-    modes += [(f"engine_kwargs.vllm.{name}", given[name]) for name in (given if isinstance(given, Mapping) else ()) if _vllms(name) == "logprobs_mode"]
+    modes += [
+        (f"engine_kwargs.vllm.{name}", given[name])
+        for name in (given if isinstance(given, Mapping) else ())
+        if _vllms(name) == "logprobs_mode" and given[name] is not None
+    ]
     for name, mode in modes[-1:]:
         if mode not in ("processed_logprobs", None) and not (mode == "raw_logprobs" and temperature == 1):
             yield (

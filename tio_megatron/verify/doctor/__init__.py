@@ -96,7 +96,13 @@ def examine(
     judged = {_option(finding.what) for finding in found}
     found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
     unheard = coverage.check(left.running, right.running, device if plugged else "cpu", plugged=plugged)
-    found += [*sources.check(left.running, right.running, model, known.said), *unheard, *variables.taken(left, right), *result.findings]
+    found += [
+        *sources.check(left.running, right.running, model, known.said),
+        *unheard,
+        *variables.taken(left, right),
+        *variables.holes(left, right),
+        *result.findings,
+    ]
     found = list(variables.judge(left.running, right.running, found))
     if plugged:
         found = [*verl_start.judge(left.running, right.running, found, known), *verl_start.of_ref(left.running, known)]

@@ -11,14 +11,20 @@ from typing import Any
 import yaml
 
 from tio_megatron.contract.strict_yaml import read_yaml
+from tio_megatron.verify.doctor.megatron_switches import is_switch
 
 LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
 """Arguments that take several words."""
 
 
 def split(text: str, source: str) -> list[str]:
+    """The words of a command line or of a script without comments (:func:`.shell.literal`).
+
+    Raises:
+        ValueError: a quotation that does not end.
+    """
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(text)
     except ValueError as error:
         raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
 
@@ -40,8 +46,9 @@ def arguments(words: Sequence[str], short: Mapping[str, str] = MappingProxyType(
                 continue
             word = long or f"--{word[1:]}"
         name, given, value = word[2:].partition("=")
-        if not given and index + 1 < len(words) and not words[index + 1].startswith("-"):
-            value, given = words[index + 1], "="
+        following = words[index + 1] if index + 1 < len(words) else "-"
+        if not given and not following.startswith("-") and not (is_switch(word) and following.lower() not in ("true", "false")):
+            value, given = following, "="
         name = name.replace("-", "_")
         if name in LISTS:
             more = [value] if given else []

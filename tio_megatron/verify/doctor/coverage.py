@@ -65,8 +65,8 @@ def of_trainer(run: Running, *, plugged: bool = True) -> Iterator[Finding]:
     for name in sorted(names):
         if name in judged or name.startswith("tio_"):
             continue
-        if name in _ARGUMENTS or name in CORE_FIELDS or name in _rules():
-            if name not in _rules() and name not in CORE_FIELDS and run[name] not in OFF:
+        if name in _ARGUMENTS or name in CORE_FIELDS or name in rules():
+            if name not in rules() and name not in CORE_FIELDS and run[name] not in OFF:
                 yield _unjudged("trainer", name, run[name], "it may change what is computed")
         else:
             strange.append(name)
@@ -108,7 +108,7 @@ def _contract_alone(run: Running, written: str) -> bool:
 
 def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:
     """verl has hundreds of settings of its own, most about the loop: those that no table knows are named, and count as nothing."""
-    verl_rules = {rule.option.rpartition(".")[2] for rule in (*refusals.SIDE_RULES, *refusals.ROLLOUT_RULES)} | _rules()
+    verl_rules = {rule.option.rpartition(".")[2] for rule in (*refusals.SIDE_RULES, *refusals.ROLLOUT_RULES)} | rules()
     known = {*_HEARD, *HARMLESS, *_ARGUMENTS, *CORE_FIELDS, *defaults.VERL_ROLLOUT, *vllm_names.DECIDING, *LAUNCHER}
     for side, run in (("trainer", trainer), ("rollout", rollout)):
         own = {"model_path", "model_lora_rank", "override_transformer_config", "engine_kwargs", "actor_rollout_ref"}
@@ -120,7 +120,7 @@ def _verls(trainer: Running, rollout: Running) -> Iterator[Finding]:
 
 def judged_of_trainer() -> frozenset[str]:
     """Names, as megatron-core has them, of which some check of the doctor has something to say."""
-    return _HEARD | CORE_FIELDS | _rules() | frozenset(defaults.MEGATRON_NAMES.get(name, name) for name in megatron_names.DECIDING.split())
+    return _HEARD | CORE_FIELDS | rules() | frozenset(defaults.MEGATRON_NAMES.get(name, name) for name in megatron_names.DECIDING.split())
 
 
 def _of_vllm(name: str) -> bool:
@@ -139,7 +139,7 @@ def _strange(side: str, names: Iterable[str], whose: str, known: frozenset[str])
         yield Finding("unknown", TOPIC, f"{side}: {name} is not judged: {whose} no such option", hint)
 
 
-def _rules() -> frozenset[str]:
+def rules() -> frozenset[str]:
     """What a model, its optimizer or a script is refused by, where megatron-core is installed; :func:`.options.trainer` says where it is not."""
     import importlib.util
 

@@ -10,7 +10,7 @@ from typing import Any
 from tio_megatron.integrations.vllm import refused_options
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.running import Running, dtype
-from tio_megatron.verify.doctor.spelling import FLAGS, written
+from tio_megatron.verify.doctor.spelling import DDP_OVERRIDES, FLAGS, OPTIMIZER_OVERRIDES, OVERRIDES, written
 
 TOPIC = "options"
 BLOCK = 64
@@ -70,17 +70,24 @@ def _rules(training: bool) -> tuple[Any, ...]:
     return (*CONFIG_RULES, *MOE_RULES, *MODEL_RULES, *(DDP_RULES + OPTIMIZER_RULES if training else ()))
 
 
-def _of_the_model() -> frozenset[str]:
-    """Fields of megatron-core's ``TransformerConfig``, as far as a rule names them."""
+def _places(run: Running) -> dict[str, str]:
+    """Where verl takes what the rules name."""
     from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
+    from tio_megatron.integrations.megatron.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
     from tio_megatron.integrations.megatron.refusals import CONFIG_RULES
 
-    return frozenset(rule.option for rule in (*CONFIG_RULES, *MOE_RULES)) | {"moe_router_dtype", "calculate_per_token_loss"}
+    found = {rule.option: OPTIMIZER_OVERRIDES for rule in OPTIMIZER_RULES} | {rule.option: DDP_OVERRIDES for rule in DDP_RULES}
+    model = {rule.option for rule in (*CONFIG_RULES, *MOE_RULES)} | {"moe_router_dtype", "calculate_per_token_loss"}
+    laid = run.get("override_transformer_config", ())
+    return found | {option: OVERRIDES for option in model if option not in found or option in laid} | {"optimizer": "actor_rollout_ref.actor.optim"}
 
 
 def _bad(run: Running, option: str, why: str, works: list[Any]) -> Finding:
-    known = FLAGS if run.kind == "megatron-lm" else _of_the_model() if run.kind == "verl" else ()
-    said = written(run.kind, option, works[0]) if works and option in known else " or ".join(map(repr, works))
+    said = " or ".join(map(repr, works))
+    if works and run.kind == "megatron-lm" and option in FLAGS:
+        said = written(run.kind, option, works[0])
+    elif works and run.kind == "verl" and (place := _places(run).get(option)):
+        said = written(run.kind, option, works[0], place)
     return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", f"{said} would work")
 
 

@@ -24,7 +24,7 @@ from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running, vllm_names
 from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
-from tio_megatron.verify.doctor.shell import Variables
+from tio_megatron.verify.doctor.shell import END, Variables, apart, literal
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
@@ -47,8 +47,11 @@ VERL_ELSEWHERE = (
     "checkpoint",
 )
 """Parts of them that say nothing about the scored tokens, with names that do elsewhere."""
-VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_][\w-]*)+)=(.*)", re.DOTALL)
+OPTIMIZERS = frozenset("optimizer use_precision_aware_optimizer optimizer_cpu_offload use_torch_optimizer_for_cpu_offload".split())
+"""Of ``optim``, what decides how an update is computed."""
+VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 """How a verl launch script writes a setting."""
+_OPTION = re.compile(r"(?:^|\s)--[A-Za-z]|actor_rollout_ref\.")
 WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
 MOST_BYTES = 4 << 20
@@ -86,6 +89,8 @@ class Configured:
     """Variables of a launch script that were filled in (:mod:`.shell`)."""
     reads: tuple[str, ...] = ()
     """Files that the script reads, which were not."""
+    holes: tuple[str, ...] = ()
+    """Words of the script's command that are a variable which is not known."""
 
     @property
     def running(self) -> Running:
@@ -117,7 +122,7 @@ def _trainer(source: str) -> Configured:
     if not any(sizes.values()) and "num_layers" not in settings:
         raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
     for name in DECIDE:
-        _known(name, settings.get(name), "it out")
+        _known(name, settings.get(name), "it out", settings)
     tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
     world = _world(settings)
     if world is not None and world % (tp * pp * cp):
@@ -132,7 +137,7 @@ def _trainer(source: str) -> Configured:
         dp=None if world is None else world // (tp * pp * cp),
         dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
     )
-    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads))
+    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads), tuple(variables.holes))
 
 
 def rollout(source: str) -> Configured:
@@ -166,10 +171,17 @@ def _rollout(source: str) -> Configured:
     if not settings:
         raise ValueError(f"{source}: no setting was found; is it a rollout's configuration? (words work too: tp2+ep)")
     expert = settings.get("enable_expert_parallel")
-    _known("enable_expert_parallel", expert, "it out")
+    _known("enable_expert_parallel", expert, "it out", settings)
     if expert is None:
         expert = (_whole(settings, "expert_parallel_size") or 1) > 1
-    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings, kind, variables.taken, tuple(variables.reads))
+    return Configured(
+        RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)),
+        settings,
+        kind,
+        variables.taken,
+        tuple(variables.reads),
+        tuple(variables.holes),
+    )
 
 
 def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind, Variables]:
@@ -196,17 +208,29 @@ _NONE = Variables("", {})
 
 def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Variables]:
     """Of a command line or a script: verl's overrides where there are some, else arguments."""
-    written, variables = split(text, source), Variables(text, os.environ)
-    words = [_of_array(filled) for word in written for filled in variables.fill(word)]
-    pairs = [found.groups() for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
+    try:
+        variables = Variables(text, os.environ)
+    except ValueError as error:
+        raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
+    if os.path.isfile(source):
+        written = variables.words()
+        for body in apart(text)[1]:  # a launch script may write another; prose, with an apostrophe, holds no option
+            if _OPTION.search(body):
+                written += [END, *(filled for word in split(literal(body), source) for filled in variables.fill(word))]
+    else:
+        written = [filled for word in split(literal(text), source) for filled in variables.fill(word)]
+    words = [_of_array(word) for word in written]
+    pairs = [(found[1], found[2]) for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
     if not pairs:
         if side == "trainer":
             return arguments(words), "megatron-lm", variables
         return arguments(words, vllm_names.SHORT, script=os.path.isfile(source)), "vllm", variables
+    if gone := [word for word in words if re.match(r"~(?:actor_rollout_ref|trainer)\b", word)]:
+        raise ValueError(f"{source}: {cut(gone[0], 120)} takes a setting away; write what it shall be")
     tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
     if engines := [word.partition("=")[2] for word in words if re.match(r"\+{0,2}model_engine=", word)]:
         tree["model_engine"] = engines[-1]
-    for way, value in pairs:  # the last of a repeated name holds, as in Hydra
+    for way, value in _chosen(pairs, variables.conditional):
         *parents, name = way.split(".")
         _not_deeper([*parents, name])
         here = tree
@@ -215,8 +239,26 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Va
             if not isinstance(below, dict):
                 below = here[parent] = {}
             here = below
-        here[name] = _hydras(value.strip("'\""))
+        here[name] = _laid_over(here.get(name), _hydras(value.strip("'\"")))
     return *_tree(tree, side, source), variables
+
+
+def _chosen(pairs: Sequence[tuple[str, str]], conditional: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """The last of a repeated name holds, as in Hydra; of two values in the branches of a condition nobody knows which."""
+    said: dict[str, list[str]] = {}
+    for way, value in pairs:
+        said.setdefault(way, []).append(value)
+    for way, value in pairs:
+        others = list(dict.fromkeys(said[way]))
+        unknown = len(others) > 1 and any(f"{way}={other}" in conditional for other in others)
+        yield way, f"$({' or '.join(others)})" if unknown else value
+
+
+def _laid_over(before: Any, value: Any) -> Any:
+    """Hydra lays a mapping over the one that is there."""
+    if not (isinstance(before, dict) and isinstance(value, dict)):
+        return value
+    return {**before, **{name: _laid_over(before.get(name), one) for name, one in value.items()}}
 
 
 def _hydras(text: str) -> Any:
@@ -268,6 +310,7 @@ def _tree(data: Any, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
         if side == "trainer":  # the actor's own settings beside those of its Megatron part, which have been read
             pairs = [pair for pair in pairs if pair[0][0] != "megatron"]
             engine = data.get("model_engine")
+            _known("model_engine", engine, "it out", data)
             if engine not in (None, "megatron"):
                 pairs.insert(0, (("strategy",), f"model_engine={engine}"))
             elif engine is None and not _below(data, VERL["trainer"][0]) and not any(way[-1] == "strategy" for way, _ in pairs):
@@ -294,7 +337,7 @@ def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]
 
 
 def _elsewhere(way: Sequence[str]) -> bool:
-    if "optim" in way[:-1] and (way[-1] == "optimizer" or "override_optimizer_config" in way[:-1]):
+    if "optim" in way[:-1] and (way[-1] in OPTIMIZERS or "override_optimizer_config" in way[:-1]):
         return False
     return bool(set(way[:-1]) & set(VERL_ELSEWHERE))
 
@@ -334,16 +377,17 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
     return found
 
 
-def _known(name: str, value: Any, what: str) -> None:
+def _known(name: str, value: Any, what: str, settings: Mapping[str, Any]) -> None:
     if isinstance(value, str) and "$" in value:
-        raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}, or have verl write all (bash SCRIPT --cfg job --resolve)")
+        theirs = ", or have verl write all (bash SCRIPT --cfg job --resolve)" if "actor_rollout_ref" in settings else ""
+        raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}{theirs}")
 
 
 def _whole(settings: Mapping[str, Any], name: str) -> int | None:
     value = settings.get(name)
     if value is None:
         return None
-    _known(name, value, "its number")
+    _known(name, value, "its number", settings)
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {value!r}, it must be a whole number of at least 1")
     return value
@@ -351,6 +395,8 @@ def _whole(settings: Mapping[str, Any], name: str) -> int | None:
 
 def _world(settings: Mapping[str, Any]) -> int | None:
     """All ranks, as the launcher was told; None when it was not."""
+    if any("$" in str(settings.get(name)) for name in ("world_size", "nproc_per_node", "n_gpus_per_node", "nnodes")):
+        return None
     if settings.get("world_size") is not None:
         return _whole(settings, "world_size")
     per_node = next((name for name in ("nproc_per_node", "n_gpus_per_node") if isinstance(settings.get(name), int)), None)

@@ -24,11 +24,13 @@ FLAGS = {
 NAMES = {"layernorm_epsilon": "--norm-epsilon", "num_moe_experts": "--num-experts", "num_query_groups": "--group-query-attention --num-query-groups"}
 """Its arguments that have another name than megatron-core's field."""
 OVERRIDES = "actor_rollout_ref.actor.megatron.override_transformer_config"
-"""Where verl takes fields of megatron-core's configuration."""
+"""Where verl takes fields of megatron-core's ``TransformerConfig``."""
+DDP_OVERRIDES = "actor_rollout_ref.actor.megatron.override_ddp_config"
+OPTIMIZER_OVERRIDES = "actor_rollout_ref.actor.optim.override_optimizer_config"
 
 
-def written(kind: Kind, option: str, value: Any) -> str:
-    """``option`` (megatron-core's name) with ``value``, ready to be copied.
+def written(kind: Kind, option: str, value: Any, place: str = OVERRIDES) -> str:
+    """``option`` (megatron-core's name) with ``value``, ready to be copied; ``place``: where verl takes it.
 
     >>> written("verl", "apply_rope_fusion", False)
     '++actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=False'
@@ -38,7 +40,7 @@ def written(kind: Kind, option: str, value: Any) -> str:
     "moe_router_dtype='fp32'"
     """
     if kind == "verl":
-        return f"++{OVERRIDES}.{option}={'null' if value is None else number(value)}"  # ++ lays over what is there and what is not
+        return f"++{place}.{option}={'null' if value is None else number(value)}"  # ++ lays over what is there and what is not
     if kind != "megatron-lm":
         return f"{option}={value!r}"
     if option in FLAGS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from tio_megatron.contract.messages import named, shown
@@ -12,8 +11,11 @@ from tio_megatron.verify.doctor.options import ROLLOUT, SIZES, TOPIC
 from tio_megatron.verify.doctor.running import SAMPLING_NAMES, Running
 from tio_megatron.verify.doctor.settings import Configured
 
-FREE = frozenset("max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching enforce_eager async_scheduling seed".split())
-"""Of vLLM, what moves no byte under the contract."""
+FREE = frozenset(
+    "max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching enforce_eager async_scheduling seed "
+    "param_offload grad_offload optimizer_offload use_dynamic_bsz nnodes n_gpus_per_node free_cache_engine".split()
+)
+"""What moves no byte under the contract."""
 
 
 def taken(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
@@ -23,15 +25,21 @@ def taken(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
         says = ", ".join(f"{name} = {shown(value)}" for name, value in list(found.items())[:24])
         more = f" and {len(found) - 24} more" if len(found) > 24 else ""
         reads = list(dict.fromkeys((*trainer.reads, *rollout.reads)))
-        unread = f"; not read: {named(reads)}, which may set others" if reads else ""
+        unread = f"; not read: {named(reads)}, said to set paths" if reads else ""
         yield Finding("note", TOPIC, f"variables as the script and the environment here set them: {says}{more}{unread}")
+
+
+def holes(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
+    """Words of a command that may hold any option."""
+    for word in dict.fromkeys((*trainer.holes, *rollout.holes)):
+        yield Finding("unknown", TOPIC, f"{shown(word)} is not judged: a variable that is not known here, which may hold options", "write them out")
 
 
 def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Iterator[Finding]:
     """``found`` without what it says of defaults in the place of variables, and one ``unknown`` for each variable that may change a number."""
-    left = [name for run in (trainer, rollout) for name in run.left]
+    left = tuple(f"{side}: {name} = " for side, run in (("trainer", trainer), ("rollout", rollout)) for name in run.left)
     for one in found:
-        if not (one.topic == TOPIC and any(re.search(rf"\b{re.escape(name)} = ", one.what) for name in left)):
+        if not (one.topic == TOPIC and one.what.startswith(left)):
             yield one
     for side, run, decides in (("trainer", trainer, _of_trainer(trainer)), ("rollout", rollout, _of_rollout(rollout))):
         for name, value in sorted(run.left.items()):
@@ -41,9 +49,10 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Itera
 
 
 def _of_trainer(run: Running) -> frozenset[str]:
+    neutral = coverage.HARMLESS - coverage.rules() | FREE
     if run.kind == "megatron-lm":
-        return frozenset(run.left) - coverage.HARMLESS - coverage.LAUNCHER
-    return coverage.judged_of_trainer() - coverage.HARMLESS
+        return frozenset(run.left) - neutral - coverage.LAUNCHER
+    return (coverage.judged_of_trainer() | frozenset(run.get("override_transformer_config", ()))) - neutral
 
 
 def _of_rollout(run: Running) -> frozenset[str]:

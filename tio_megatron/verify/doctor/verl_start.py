@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tio_megatron.integrations.verl import refusals
-from tio_megatron.verify.doctor import between, options, running
+from tio_megatron.verify.doctor import between, coverage, options, running
 from tio_megatron.verify.doctor.arguments import value_of
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.models import Model
@@ -21,7 +22,12 @@ _BREAK: dict[str, Any] = {"megatron": {"vanilla_mbridge": False}}
 """verl 0.9.1's defaults of the actor that are refused; all others in the tables are not."""
 _GENERAL = frozenset({"enable", "mode", "name", "rank"})
 _SELECT = re.compile(r"\$\{oc\.select:([\w.]+)(?:,([^{}]*))?\}")
-_JUDGED = frozenset(rule.option for rule in (*refusals.SIDE_RULES, *refusals.MODEL_RULES, *refusals.ROLLOUT_RULES)) | {"hf_config_path", "logprobs_mode"}
+_JUDGED = frozenset(rule.option for rule in (*refusals.SIDE_RULES, *refusals.MODEL_RULES, *refusals.ROLLOUT_RULES)) | {
+    "hf_config_path",
+    "logprobs_mode",
+    "override_config.any",
+    "engine_kwargs.vllm.hf_overrides",
+}
 
 
 def judge(trainer: Running, rollout: Running, found: Sequence[Finding], model: Model) -> Iterator[Finding]:
@@ -49,17 +55,26 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding], model: M
 
 
 def of_ref(trainer: Running, model: Model) -> Iterator[Finding]:
-    """The reference model's own overrides, which only it has: by the trainer's tables. ``model`` is the one that both sides read."""
-    tree, _ = _resolved((trainer.get(TREE) or {}) if trainer.kind == "verl" else {})
-    here: Any = tree
-    for name in ("ref", "megatron", "override_transformer_config"):
+    """What the reference model has otherwise than the actor, by the trainer's tables. ``model`` is the one that both sides read."""
+    here: Any = (trainer.get(TREE) or {}) if trainer.kind == "verl" else {}
+    for name in ("ref", "megatron"):
         here = here.get(name) if isinstance(here, Mapping) else None
     if not isinstance(here, Mapping):
         return
-    run = running.trainer("verl", {**here, "override_transformer_config": tuple(here)})
-    for one in (*options.trainer(run, training=False), *between.same_model(run, model), *between.same_function(run)):
-        if one.level == "bad" and any(re.search(rf"\b{re.escape(str(name))} = ", one.what) for name in here):
+    laid = here.get("override_transformer_config")
+    asked = {**(laid if isinstance(laid, Mapping) else {}), **{name: here[name] for name in ("dtype", "virtual_pipeline_model_parallel_size") if name in here}}
+    left = {str(name): value for name, value in asked.items() if isinstance(value, str) and "$" in value and not _SELECT.fullmatch(value)}
+    said = {str(name): value for name, value in asked.items() if not (isinstance(value, str) and "$" in value)}
+    run = running.trainer("verl", {**said, "override_transformer_config": tuple(laid if isinstance(laid, Mapping) else ())}, left)
+    rooms = (options.trainer(run, training=False), between.same_model(run, model), between.same_function(run), coverage.of_trainer(run))
+    for one in itertools.chain(*rooms):
+        if any(re.search(rf"\b{re.escape(name)}\b", one.what) for name in said) or "virtual pipeline" in one.what:
             yield replace(one, what=one.what.replace("trainer: ", "ref: ", 1), works=one.works.replace(f"{TREE}.actor.", f"{TREE}.ref."))
+    for name, value in left.items():
+        yield Finding("unknown", TOPIC, f"ref: {name} = {value} is not judged: a variable that is not set here", "write it out")
+    if "dtype" in said and said["dtype"] != running.dtype(trainer):
+        what = f"ref: computes in {said['dtype']}, the actor in {running.dtype(trainer)}"
+        yield Finding("bad", TOPIC, what, f"{TREE}.ref.megatron.dtype={running.dtype(trainer)} would work")
 
 
 def _option(name: str) -> str:
@@ -109,7 +124,7 @@ def _resolved(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
                 value = value_at(chosen[1]) if value_at(chosen[1]) is not None else value_of(chosen[2] or "null")
             if not (isinstance(value, str) and "$" in value):
                 made[name] = value
-            elif f"{way}{name}".partition(".")[2] in _JUDGED:
+            elif any(f"{one}.".startswith(f"{f'{way}{name}'.partition('.')[2]}.") for one in _JUDGED):  # one of them, or a mapping with some
                 left[f"{way}{name}"] = value
         return made
 
