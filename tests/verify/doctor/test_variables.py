@@ -10,7 +10,7 @@ import pytest
 from tio_megatron.testing.qwen3 import MOE
 from tio_megatron.verify import doctor
 from tio_megatron.verify.doctor import examine, settings
-from tio_megatron.verify.doctor.shell import Variables
+from tio_megatron.verify.doctor.shell import MOST, Variables
 
 SCRIPT = """
 #!/usr/bin/env bash
@@ -378,3 +378,17 @@ def test_nothing_is_known_where_anything_may_be_set():
 def test_the_optimizer_and_the_reference_are_looked_at(tmp_path, more, level, says, works):
     (found,) = [one for one in said(tmp_path, more) if one.level in ("bad", "unknown")]
     assert found.level == level and says in found.what and works in found.works, found
+
+
+@pytest.mark.parametrize("text", ["cat <<a\n", "echo $(", "((", "A=1 ", "export $", "x ${A:-", "read ", "`", "a[", "$A "])
+def test_a_hostile_script_is_read_in_time(tmp_path, text):
+    """Each of these, read by a pattern that looks ahead, takes the square of its length."""
+    (tmp_path / "x.sh").write_text("A=" + "x" * 60000 + "\n" + text * (300_000 // len(text)))
+    with pytest.raises(ValueError, match="is it a trainer's configuration"):
+        settings.trainer(str(tmp_path / "x.sh"))
+
+
+def test_a_string_that_is_doubled_again_and_again():
+    script = "A=xxxxxxxx\n" + "".join(f"{chr(66 + one)}=${chr(65 + one)}${chr(65 + one)}\n" for one in range(24))
+    (last,) = Variables(script, {}).fill("${Y}")
+    assert Variables(script, {}).fill("${B}") == ["x" * 16] and "$" in last and len(last) <= MOST

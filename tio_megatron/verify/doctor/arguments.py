@@ -18,7 +18,7 @@ LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
 
 
 def split(text: str, source: str) -> list[str]:
-    """The words of a command line or of a script without comments (:func:`.shell.literal`).
+    """The words of a command line or of a script without comments (:func:`.shell_words.literal`).
 
     Raises:
         ValueError: a quotation that does not end.

@@ -24,7 +24,8 @@ from tio_megatron.contract.words import RolloutLayout, TrainerLayout
 from tio_megatron.verify.doctor import defaults, running, vllm_names
 from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
-from tio_megatron.verify.doctor.shell import END, Variables, apart, literal
+from tio_megatron.verify.doctor.shell import END, Variables
+from tio_megatron.verify.doctor.shell_words import apart, literal
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {

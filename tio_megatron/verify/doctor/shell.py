@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tio_megatron.verify.doctor.megatron_switches import is_switch
+from tio_megatron.verify.doctor.shell_words import DOLLARS, MARKS, OUTPUT, QUOTED, apart, commands, literal, tokens
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _USED = re.compile(r"[$\x02](?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?-)([^{}$\x02`]*))?\})")
 _NAMED = re.compile(r"[$\x02]\{?[!#]?([A-Za-z_]\w*)")
-_SET_SOMEHOW = re.compile(r"(?<![\w.$\x02/-])([A-Za-z_]\w*)(?:\[[^\]]*\])?\+?=(?!=)|[$\x02]\{([A-Za-z_]\w*):?=")
-_ARITHMETIC = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
-_COUNTED = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:\+\+|--|[-+*/%&|^<>]*=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+_SET_SOMEHOW = re.compile(r"(?<![\w.$\x02/-])([A-Za-z_]\w*)(?:\[[^\]\n]{0,200}\])?\+?=(?!=)|[$\x02]\{([A-Za-z_]\w*):?=")
+_COUNTED = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]{0,200}\])?\s*(?:\+\+|--|[-+*/%&|^<>]*=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _SAID = re.compile(r"\becho\b[^\n]*|\bprintf\b(?! +-v)[^\n]*")
 """What is printed for people."""
-_HEREDOC = re.compile(r"(?<!<)<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?([^\n]*)\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE)
-_ANY = re.compile(
-    r"(?<![\w./-])(?:eval\s[^\n;]*[$\x02\x03]|(?:declare|export|local|typeset|readonly)\s+(?:\x03|[^\n;=]*[$\x02\x03][^\n;]*=)"
-    r"|(?:declare|local|typeset)\s+-\w*n|printf\s+-v\s*\"?[$\x02\x03]|read\s(?:[^\n;]*\s)?\"?[$\x02\x03])"
-)
-"""What sets a variable whose name is not written."""
 _OPEN, _CLOSE = frozenset("if for while until case select {".split()), frozenset("fi done esac }".split())
 _BEFORE = frozenset("then do else elif ! export readonly declare local typeset".split())
 """Words behind which a command, and so an assignment, can begin."""
-_SETTERS = frozenset("read unset mapfile readarray getopts for select let printf".split())
+_DECLARES = frozenset("export readonly declare local typeset".split())
+_SETTERS = frozenset("read unset mapfile readarray getopts for select let printf eval".split())
+_STARTS_WITH = re.compile(r"^[A-Za-z_]\w*")
+MOST = 1 << 16
+"""Characters that a variable may hold, and a 64th of those that are put in altogether: a script may double a string again and again."""
 END = "-"
 """Like an option, it ends the values of the one before it."""
-_MARKS = "\n;&|()<>"
-_SINGLE = frozenset({*_MARKS, "&&", "||"})
 _STARTS = re.compile(r"(?:^|/)(?:torchrun|vllm|deepspeed|python[\d.]*)$|\.py$|^(?:verl|torch|vllm)\.")
 """A word by which a command is a run."""
 _ALONE = re.compile(r"[$\x02](?:[A-Za-z_]\w*|\{[A-Za-z_]\w*[^\[\]]*\})")
@@ -40,10 +35,6 @@ _NAME_LEFT = re.compile(r"(?:\+{0,2}|--)[^=\s]*[$\x02\x03][^=\s]*[.}\w-]=")
 _CALLERS = re.compile(r"[$\x02](?:[@*]|\{[@*][^}]*\}|\{\w+\[[@*]\]\})")
 """A caller's arguments, or an array, whose words are read where they stand."""
 _LISTED = re.compile(r"[$\x02]\{([A-Za-z_]\w*)\[[@*]\]\}")
-_PLAIN, _QUOTED, _OUTPUT = "\x01", "\x02", "\x03"
-"""Stand for a dollar sign that the shell takes for itself (behind a backslash, in single quotes), for one in double quotes, where nothing is split, and
-for what a command or arithmetic would put in."""
-_DOLLARS = str.maketrans({_PLAIN: "$", _QUOTED: "$", _OUTPUT: "$(...)"})
 _HARMLESS = frozenset("set_env.sh setvars.sh activate .bashrc .bash_profile profile conda.sh setenv.bash bashrc".split())
 """Files that set paths: of CANN, oneAPI, virtual environments and shells."""
 
@@ -61,23 +52,24 @@ class Variables:
 
     def __init__(self, script: str, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        self._filled_in = 0
         self.taken: dict[str, str] = {}
         """Variables that :meth:`fill` has put in, in the order of their use."""
         self.reads: list[str] = []
         """Other files that the script reads. Any but those that set paths may set every variable: none is known then."""
         outer, bodies = apart(script)
         outer = literal(outer)
-        self._tokens = tokens = list(_tokens(outer))
+        self._tokens = list(tokens(outer))
         somehow = Counter(_names(_SET_SOMEHOW, _SAID.sub("", "\n".join([outer, *bodies]))))
-        self._unknown = {name for part in _ARITHMETIC.findall(script) for name in _names(_COUNTED, part)}
-        self._nothing = bool(_ANY.search(outer))
-        self._read(tokens)
-        self._nothing = self._nothing or any(name.rpartition("/")[2] not in _HARMLESS for name in self.reads)
+        self._unknown = {name for part in _arithmetic(script) for name in _names(_COUNTED, part)}
+        self._nothing = False
+        self._read()
+        self._nothing |= any(name.rpartition("/")[2] not in _HARMLESS for name in self.reads)
         self._unknown |= {name for name, times in somehow.items() if times > self._plain[name]}
-        self._read(tokens)  # again, so that nothing rests on what turned out to be unknown
+        self._read()  # again, so that nothing rests on what turned out to be unknown
         self.conditional: frozenset[str] = frozenset()
         """Of :meth:`words`, those in a condition, a loop or a function."""
-        self.holes = list(dict.fromkeys(self._holes(tokens)))
+        self.holes = list(dict.fromkeys(self._holes()))
         """Words of a run that are a variable alone and not known: they may hold options."""
 
     def words(self) -> list[str]:
@@ -86,12 +78,12 @@ class Variables:
         inside = 0
         self.conditional = frozenset(word.lstrip("+") for at in self._held_back if at not in self._assignments for word in self.fill(self._tokens[at]))
         for at, token in enumerate(self._tokens):
-            if token in _SINGLE:
+            if token in MARKS:
                 inside = max(0, inside + (token == "(") - (token == ")"))
                 if not (inside and token == "\n"):  # an array goes on
                     found.append(END)
             elif inside or self._tokens[at + 1 : at + 2] != [")"]:  # a pattern of a case is no word
-                found += [token.translate(_DOLLARS)] if at in self._assignments else self.fill(token) if not _CALLERS.fullmatch(token) else []
+                found += [token.translate(DOLLARS)] if at in self._assignments else self.fill(token) if not _CALLERS.fullmatch(token) else []
         return found
 
     def fill(self, word: str) -> list[str]:
@@ -104,7 +96,7 @@ class Variables:
         """
         filled = self._filled(word, self.taken)
         words = filled.split() if filled != word and word[0] == "$" and _USED.fullmatch(word) else [filled]
-        return [one.translate(_DOLLARS) for one in words]
+        return [one.translate(DOLLARS) for one in words]
 
     def _filled(self, text: str, taken: dict[str, str]) -> str:
         def value(found: re.Match[str]) -> str:
@@ -114,7 +106,10 @@ class Variables:
                 return found[0]
             if other is not None and (held is None or (held == "" and ":" in how)):
                 held = other
-            if held is None or (_OUTPUT in held and len(held.split()) == 1):
+            if held is None or (OUTPUT in held and len(held.split()) == 1):
+                return found[0]
+            self._filled_in += len(held)
+            if self._filled_in > 64 * MOST:
                 return found[0]
             if not _open(held):
                 taken[name] = held
@@ -126,18 +121,20 @@ class Variables:
                 break
         return text
 
-    def _read(self, tokens: Sequence[str]) -> None:
+    def _read(self) -> None:
         self._values: dict[str, str] = {}
         self._plain: Counter[str] = Counter()
         self.reads.clear()
         self._held_back: list[int] = []
         self._assignments: set[int] = set()
+        words = self._tokens
+        ends, alone = _ends(words), _ends(words, lambda word: not _ASSIGNED.fullmatch(word))
         used: set[str] = set()
         depth = inside = 0
         begins, conditional, compared = True, False, False
-        for at, token in enumerate(tokens):
-            before, after = tokens[at - 1] if at else "\n", tokens[at + 1] if at + 1 < len(tokens) else "\n"
-            if token in _SINGLE:
+        for at, token in enumerate(words):
+            before, after = words[at - 1] if at else "\n", words[at + 1] if at + 1 < len(words) else "\n"
+            if token in MARKS:
                 inside = max(0, inside + (token == "(") - (token == ")"))  # a pattern of a case closes what nothing opened
                 conditional = token in ("&&", "||", "|") or (conditional and (token not in ("\n", ";") or before in ("&&", "||", "|")))
                 begins = token not in ("<", ">")
@@ -147,15 +144,16 @@ class Variables:
             assigned = _ASSIGNED.fullmatch(token)
             if begins and not inside and after != ")":  # which ends a pattern
                 depth += (token in _OPEN) - (token in _CLOSE)
-            if begins and token in ("source", ".") and after not in _SINGLE:
-                self.reads.append(after.translate(_DOLLARS))
-            if begins and token in _SETTERS:
-                self._unknown |= {name for word in _until_mark(tokens, at + 1) for name in re.findall(r"^[A-Za-z_]\w*", word)}
+            if begins and token in ("source", ".") and after not in MARKS:
+                self.reads.append(after.translate(DOLLARS))
+            if begins and token in _SETTERS | _DECLARES and before not in _DECLARES:
+                given = words[at + 1 : ends[at]]
+                self._nothing |= any(_sets_any(token, word) for word in given)
+                self._unknown |= {name for word in given if token in _SETTERS for name in _STARTS_WITH.findall(word)}
             if assigned and begins:
                 self._assignments.add(at)
-                alone = all(_ASSIGNED.fullmatch(word) for word in _until_mark(tokens, at + 1))
-                end = next((mark for mark in tokens[at + 1 :] if mark in _SINGLE), "\n")
-                plain = depth == inside == 0 and not conditional and assigned[2] == "=" and alone and end in ("\n", ";")
+                plain = depth == inside == 0 and not conditional and assigned[2] == "=" and alone[at] == ends[at]
+                plain = plain and (ends[at] == len(words) or words[ends[at]] in ("\n", ";"))
                 self._set(assigned[1], assigned[3], plain=plain and assigned[1] not in used)
                 used |= {name for name in _NAMED.findall(assigned[3]) if name != assigned[1]}
             else:
@@ -164,11 +162,11 @@ class Variables:
                 self._held_back.append(at)
             begins = before == "function" or (begins and (token in _OPEN or token in _BEFORE or bool(assigned)))
 
-    def _holes(self, tokens: Sequence[str]) -> Iterator[str]:
+    def _holes(self) -> Iterator[str]:
         """Of the commands that start something, and of the arrays that a script hands on."""
-        handed = {name for token in tokens for name in _LISTED.findall(token)}
+        handed = {name for token in self._tokens for name in _LISTED.findall(token)}
         filled: set[str] = set()
-        for command in _commands(tokens):
+        for command in commands(self._tokens):
             array = _ASSIGNED.fullmatch(command[0])
             array = array if array and not array[3] and command[1:2] == ["("] else None
             if array:
@@ -179,19 +177,20 @@ class Variables:
             for previous, word in itertools.pairwise(command):
                 listed = _LISTED.fullmatch(word)
                 if listed and listed[1] not in filled:
-                    yield word.translate(_DOLLARS)
+                    yield word.translate(DOLLARS)
                 elif previous.startswith("--") and "=" not in previous and not is_switch(previous):
                     continue  # its value
                 else:
                     found = self._filled(word, {})
                     pieces = found.split() if word[0] == "$" else [found]
-                    if any(_ALONE.fullmatch(piece) or piece[0] == _OUTPUT or _NAME_LEFT.match(piece) for piece in pieces if piece):
-                        yield word.translate(_DOLLARS)
+                    if any(_ALONE.fullmatch(piece) or piece[0] == OUTPUT or _NAME_LEFT.match(piece) for piece in pieces if piece):
+                        yield word.translate(DOLLARS)
 
     def _set(self, name: str, text: str, *, plain: bool) -> None:
         value = self._filled(text, {})
+        plain = plain and len(value) <= MOST
         known = name not in self._values or self._values[name] == value
-        if plain and known and not value.endswith(("$", _QUOTED)):
+        if plain and known and not value.endswith(("$", QUOTED)):
             self._values[name] = value
             self._plain[name] += 1
             self._unknown |= {one for found in _USED.finditer(value) for one in found.group(1, 2) if one}  # what it was then, whatever is set later
@@ -199,103 +198,34 @@ class Variables:
             self._unknown.add(name)
 
 
-def apart(script: str) -> tuple[str, list[str]]:
-    """A script without its here-documents, and these."""
-    bodies = [found[4] for found in _HEREDOC.finditer(script)]
-    return _HEREDOC.sub(lambda found: found[3], script), bodies
-
-
-def _end_of_output(script: str, start: int) -> int:
-    """Behind ``$(...)``, ``$((...))`` or one in backquotes that begins at ``start``; 0 where nothing of that begins there, or it does not end."""
-    if script[start] == "`":
-        return script.find("`", start + 1) + 1
-    if script[start + 1 : start + 2] != "(":
-        return 0
-    inside, quote, at = 0, "", start + 1
-    while at < len(script):
-        here = script[at]
-        if here == "\\" and quote != "'":
-            at += 2
-            continue
-        if here in "'\"" and quote in ("", here):
-            quote = "" if quote else here
-        if not quote:
-            inside += (here == "(") - (here == ")")
-            if inside == 0:
-                return at + 1
-        at += 1
-    return 0
-
-
 def _open(text: str) -> bool:
     """Whether a variable is left in it."""
-    return any(mark in text for mark in ("$", _QUOTED, _OUTPUT))
+    return any(mark in text for mark in ("$", QUOTED, OUTPUT))
 
 
 def _names(pattern: re.Pattern[str], text: str) -> list[str]:
     return [name for found in pattern.finditer(text) for name in found.groups() if name]
 
 
-def literal(script: str) -> str:
-    r"""The script with a mark for every dollar sign that is none of the shell's.
-
-    >>> print(literal("a='$b' c=\"$d'$e'\" # it's $f").translate({1: "L", 2: "Q"}), literal(r"a=\$b `c` $((1+2))$(d)").translate({1: "L", 3: "O"}))
-    a='Lb' c="Qd'Qe'"  a=Lb O OO
-    """
-    made: list[str] = []
-    quote, at = "", 0
-    while at < len(script):
-        here = script[at]
-        if here == "\\" and quote != "'" and script[at + 1 : at + 2] == "$":
-            made.append(_PLAIN)
-            at += 2
-            continue
-        if here == "\\" and quote != "'":
-            made.append(" " if script[at + 1 : at + 2] == "\n" else script[at : at + 2])
-            at += 2
-            continue
-        if here == "#" and not quote and (at == 0 or script[at - 1] in " \t\n;&|()"):
-            end = script.find("\n", at)
-            at = len(script) if end < 0 else end
-            continue
-        if here in "$`" and quote != "'" and (end := _end_of_output(script, at)):
-            made.append(_OUTPUT)
-            at = end
-            continue
-        if here in "'\"" and quote in ("", here):
-            quote = "" if quote else here
-        own = here == "$" and (quote == "'" or (not quote and script[at + 1 : at + 2] in ("'", '"')))  # $'...' is no variable either
-        made.append(_PLAIN if own else _QUOTED if here == "$" and quote else here)
-        at += 1
-    return "".join(made)
+def _ends(words: Sequence[str], but: Callable[[str], bool] = lambda word: False) -> list[int]:
+    """For every word, where the next mark stands, or the next word of which ``but`` is true."""
+    found = [len(words)] * (len(words) + 1)
+    for at in range(len(words) - 2, -1, -1):
+        following = words[at + 1]
+        found[at] = at + 1 if following in MARKS or but(following) else found[at + 1]
+    return found
 
 
-def _commands(tokens: Sequence[str]) -> Iterator[list[str]]:
-    """Cut where one ends; a command in parentheses belongs to what is around it, and so do the lines of an array."""
-    command: list[str] = []
-    inside = 0
-    for token in (*tokens, "\n"):
-        inside = max(0, inside + (token == "(") - (token == ")"))
-        if token in (";", "&", "&&", "||", "|") or (token == "\n" and not inside):
-            if command:
-                yield command
-            command = []
-        elif token != "\n":
-            command.append(token)
+def _sets_any(command: str, word: str) -> bool:
+    """Whether a command sets a variable whose name is not written."""
+    if command in _DECLARES:
+        return _open(word.partition("=")[0]) or (word[0] == "-" and "n" in word)
+    return command in ("eval", "read", "printf", "mapfile", "readarray") and (_open(word) if command != "printf" else word == "-v")
 
 
-def _until_mark(tokens: Sequence[str], start: int) -> Iterator[str]:
-    """The rest of a command."""
-    for token in tokens[start:]:
-        if token in _SINGLE or token == "in":
-            return
-        yield token
-
-
-def _tokens(script: str) -> Iterator[str]:
-    """Words without their quotes, and the shell's own marks, ends of lines among them."""
-    lexer = shlex.shlex(script, posix=True, punctuation_chars=_MARKS)
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    for token in lexer:
-        if token:
-            yield from re.findall(r"&&|\|\||.", token, re.DOTALL) if set(token) <= set(_MARKS) else [token]
+def _arithmetic(script: str) -> Iterator[str]:
+    """What stands in ``((...))``."""
+    at = 0
+    while (start := script.find("((", at)) >= 0 and (end := script.find("))", start)) >= 0:
+        yield script[start + 2 : end]
+        at = end + 2
