@@ -11,6 +11,7 @@ from tio_megatron.testing.qwen3 import MOE
 from tio_megatron.verify import doctor
 from tio_megatron.verify.doctor import examine, settings
 from tio_megatron.verify.doctor.shell import MOST, Variables
+from tio_megatron.verify.doctor.shell_parts import parts
 
 SCRIPT = """
 #!/usr/bin/env bash
@@ -104,7 +105,7 @@ def test_a_script_of_verl_with_variables(tmp_path, monkeypatch):
     [
         ("actor_rollout_ref.rollout.dtype=${X}", "dtype"),
         ("actor_rollout_ref.rollout.name=$X", "name"),
-        ("; A=(); if x; then A+=(actor_rollout_ref.rollout.dtype=bfloat16); else A+=(actor_rollout_ref.rollout.dtype=float16); fi", "dtype"),
+        ("; A=(); if x; then A+=(actor_rollout_ref.rollout.dtype=bfloat16); else A+=(actor_rollout_ref.rollout.dtype=float16); fi; python ${A[@]}", "dtype"),
         ("actor_rollout_ref.rollout.quantization=$X", "quantization"),
         ("actor_rollout_ref.rollout.logprobs_mode=$X", "logprobs_mode"),
         ("actor_rollout_ref.rollout.max_model_len=${X}", "max_model_len"),
@@ -124,7 +125,7 @@ def test_a_script_of_verl_with_variables(tmp_path, monkeypatch):
 )
 def test_a_variable_is_no_value(tmp_path, more, named):
     ((level, what),) = problems(said(tmp_path, more))
-    assert level == "unknown" and f"{named} = " in what and "is not judged: a variable that is not set here" in what
+    assert level == "unknown" and f"{named} = " in what and re.search("is not judged: (a variable that is not set here|said in several places)", what)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +283,12 @@ def a_script(seed):
     return "\n".join(body), {"E": draw.choice(["", "7"])} | ({"P": "9"} if draw.random() < 0.3 else {})
 
 
-def against_bash(scripts, fill):
-    """How many uses were filled in, and those whose value bash has never handed on. ``fill``: of script and environment, a word's values."""
+def ours(script, environment):
+    return [word for part in parts(Variables(script, environment)) for word in part.words]
+
+
+def against_bash(scripts, read):
+    """How many uses were filled in, and those whose value bash has never handed on. ``read``: the words of a script in an environment."""
     wrong, known = [], 0
     for script, environment in scripts:
         text = f'show() {{ printf \'%s\\037\' "$*"; }}\nlocal_() {{ local "$@"; }}\n{script}'
@@ -292,33 +297,29 @@ def against_bash(scripts, fill):
             "\037"
         )[:-1]:
             handed.setdefault(use.partition("=")[0], set()).add(use)
-        variables = fill(script, environment)
-        for ours in variables.words():
-            if not ours.startswith("u.") or "$" in ours:
+        words = read(script, environment)
+        for one in words:
+            if not one.startswith("u.") or "$" in one:
                 continue
             known += 1
-            if handed.get(ours.partition("=")[0], {ours}) != {ours}:
-                wrong.append((script, environment, ours, handed[ours.partition("=")[0]]))
+            if handed.get(one.partition("=")[0], {one}) != {one}:
+                wrong.append((script, environment, one, handed[one.partition("=")[0]]))
     return known, wrong
 
 
 def test_nothing_is_put_in_that_bash_would_not():
     scripts = [a_script(seed) for seed in range(600)]
-    known, wrong = against_bash(scripts, Variables)
+    known, wrong = against_bash(scripts, ours)
     assert not wrong, wrong[:2]
     assert known > 300, "few are known"
 
 
 def test_control_a_reader_that_takes_the_last_assignment_is_caught():
-    class Last:
-        def __init__(self, script, environment):
-            self.script = script
-            self.values = {**environment, **dict(re.findall(r"\b([PQRE])=(\d)", script))}
+    def last(script, environment):
+        values = {**environment, **dict(re.findall(r"\b([PQRE])=(\d)", script))}
+        return [re.sub(r"\$\{?([PQRE])\}?", lambda found: values.get(found[1], ""), word) for word in script.split()]
 
-        def words(self):
-            return [re.sub(r"\$\{?([PQRE])\}?", lambda found: self.values.get(found[1], ""), word) for word in self.script.split()]
-
-    assert len(against_bash([a_script(seed) for seed in range(100)], Last)[1]) > 5
+    assert len(against_bash([a_script(seed) for seed in range(100)], last)[1]) > 5
 
 
 @pytest.mark.parametrize(
@@ -335,7 +336,7 @@ def test_control_a_reader_that_takes_the_last_assignment_is_caught():
     ],
 )
 def test_a_word_that_may_hold_options_is_named(text, holes):
-    assert Variables(text, {}).holes == holes
+    assert [hole for part in parts(Variables(text, {})) if part.runs for hole in (*part.holes, *part.strings)] == holes
 
 
 @pytest.mark.parametrize("end", ["\n)", '\n)\n: "$@"', ' "$@"\n)', " # last\n)"])
@@ -392,3 +393,79 @@ def test_a_string_that_is_doubled_again_and_again():
     script = "A=xxxxxxxx\n" + "".join(f"{chr(66 + one)}=${chr(65 + one)}${chr(65 + one)}\n" for one in range(24))
     (last,) = Variables(script, {}).fill("${Y}")
     assert Variables(script, {}).fill("${B}") == ["x" * 16] and "$" in last and len(last) <= MOST
+
+
+MLM = "--num-layers 48 --bf16"
+SIZES = """--tensor-model-parallel-size 4 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --sequence-parallel --num-layers 48
+ --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --ffn-hidden-size 6144 --num-experts 128
+ --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-epsilon 1e-6 --rotary-base 1000000 --untie-embeddings-and-output-weights --qk-layernorm --swiglu
+ --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --bf16 --hidden-dropout 0 --attention-dropout 0
+ --moe-token-dispatcher-type alltoall""".replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "text, layout",
+    [
+        ("E=(--tensor-model-parallel-size 2)\ntorchrun p.py --tensor-model-parallel-size 4 {m} ${E[@]}", "TP 2"),
+        ("E=(--tensor-model-parallel-size 2)\ntorchrun p.py ${E[@]} --tensor-model-parallel-size 4 {m}", "TP 4"),
+        ("A=(--lr 1 --tensor-model-parallel-size 4)\nB=(${A[@]} {m})\nOLD=(--tensor-model-parallel-size 8)\ntorchrun p.py ${B[*]}", "TP 4"),
+        ("A=({m} --tensor-model-parallel-size 2)\nA+=(--lr 1)\ntorchrun p.py ${A[@]} 2>&1 | tee log", "TP 2"),
+        ("ray start --head --tensor-model-parallel-size 8\nif torchrun p.py --tensor-model-parallel-size 2 {m}; then echo --tp 3; fi", "TP 2"),
+        ("sbatch <<'X'\nTP=2\ntorchrun p.py --tensor-model-parallel-size $TP {m}\nX", "TP 2"),
+        ("torchrun p.py --tensor-model-parallel-size 4 {m}\ntorchrun q.py --tensor-model-parallel-size 1", "said in several places, 4 or 1"),
+        ("if x; then A+=(--tensor-model-parallel-size 2); else A+=(--tensor-model-parallel-size 8); fi\ntorchrun p.py ${A[@]} {m}", "places, 2 or 8"),
+        ("sbatch <<X\nTP=2\ntorchrun p.py --tensor-model-parallel-size $TP {m}\nX", "is '.TP', a variable"),
+        ('srun bash -c "torchrun p.py --tensor-model-parallel-size 4 {m}"', "not followed here: torchrun p.py"),
+        ('C="torchrun p.py --tensor-model-parallel-size 4"\nif x; then C+=" --fp8-format hybrid"; fi\neval $C', "not followed here: .C"),
+    ],
+)
+def test_which_words_a_script_hands_on(tmp_path, text, layout):
+    """As bash does; of two runs, and of two branches, nobody knows which is meant."""
+    (tmp_path / "x.sh").write_text(text.replace("{m}", MLM))
+    if layout.startswith("TP"):
+        assert str(settings.trainer(str(tmp_path / "x.sh")).layout).startswith(layout)
+    else:
+        with pytest.raises(ValueError, match=layout):
+            settings.trainer(str(tmp_path / "x.sh"))
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("${FP8:+--fp8-format hybrid}", "FP8:+--fp8-format hybrid"),
+        ("${A[0]} ${!B}", "A[0]"),
+        ("--$X-format hybrid", "--$X-format"),
+        ("{--swiglu,--fp16}", "{--swiglu,--fp16}"),
+        ("@args.txt", "@args.txt"),
+        ("--yaml-cfg x.yaml", "yaml_cfg = 'x.yaml'"),
+        ("; out=$(torchrun q.py --fp8-format hybrid)", "torchrun q.py"),
+        ('; ssh other "torchrun q.py --fp8-format hybrid"', "torchrun q.py"),
+    ],
+)
+def test_what_is_not_followed_is_said(tmp_path, more, says):
+    (tmp_path / "x.sh").write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES} {more}\n")
+    found = problems(examine(model="Qwen3-30B-A3B", trainer=str(tmp_path / "x.sh"), rollout="tp4+ep").findings)
+    assert [level for level, what in found if says in what] == ["unknown"], found
+    (tmp_path / "x.sh").write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES}\n")
+    assert not problems(examine(model="Qwen3-30B-A3B", trainer=str(tmp_path / "x.sh"), rollout="tp4+ep").findings), "control"
+
+
+@pytest.mark.parametrize(
+    "more, level, says",
+    [
+        ("--config-path=./config --config-name='ppo_megatron_trainer'", None, ""),
+        ("--config-name mine", "unknown", "--config-name mine"),
+        ("actor_rollout_ref/rollout=mine", "unknown", "actor_rollout_ref/rollout=mine"),
+        ("+ray_kwargs.ray_init.runtime_env.env_vars.TIO_CONTRACT=0", "bad", "TIO_CONTRACT=0"),
+        ("; export TIO_CONTRACT=0; true", "bad", "TIO_CONTRACT=0"),
+        ("; export TIO_CONTRACT=${TIO_CONTRACT:-1}; true", None, ""),
+    ],
+)
+def test_another_configuration_of_verls_and_a_contract_that_a_script_switches_off(tmp_path, more, level, says):
+    found = problems(said(tmp_path, more))
+    assert [one for one, _ in found] == ([level] if level else []) and all(says in what for _, what in found), found
+
+
+def test_vllms_options_in_a_file_were_not_looked_at():
+    found = examine(model="Qwen3-30B-A3B", trainer="tp2+ep2", rollout="--tensor-parallel-size 4 --generation-config vllm --config c.yaml").findings
+    assert [(level, "config = 'c.yaml'" in what) for level, what in problems(found)] == [("unknown", True)]

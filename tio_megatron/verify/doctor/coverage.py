@@ -61,6 +61,9 @@ def of_trainer(run: Running, *, plugged: bool = True) -> Iterator[Finding]:
     if run.kind == "words":
         return
     names = run.written if run.kind != "verl" else laid_over(run)
+    if run.kind == "megatron-lm" and run.get("yaml_cfg"):
+        what = f"trainer: yaml_cfg = {shown(run['yaml_cfg'])}: what that file says was not looked at"
+        yield Finding("unknown", TOPIC, what, f"--trainer {run['yaml_cfg']} looks at it")
     strange = []
     for name in sorted(names):
         if name in judged or name.startswith("tio_"):
@@ -85,6 +88,10 @@ def of_rollout(run: Running, device: str = "cpu") -> Iterator[Finding]:
     """Of vLLM's arguments, or verl's ``engine_kwargs`` for it."""
     if run.kind == "words":
         return
+    if run.kind == "vllm" and run.get("config"):
+        yield Finding(
+            "unknown", TOPIC, f"rollout: config = {shown(run['config'])}: the options in that file were not looked at", f"--rollout {run['config']} looks at it"
+        )
     names = run.written if run.kind == "vllm" else frozenset(run.get("engine_kwargs", ())) - frozenset(run.left)
     strange = []
     for written in sorted(names):

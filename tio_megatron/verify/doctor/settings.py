@@ -7,6 +7,7 @@ nobody writes are those that the reader of the configuration takes (:mod:`.defau
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -17,15 +18,15 @@ from typing import Any, Literal
 
 import yaml
 
-from tio_megatron.contract.messages import cut
+from tio_megatron.contract.messages import cut, named
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.strict_yaml import read_yaml
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
-from tio_megatron.verify.doctor import defaults, running, vllm_names
+from tio_megatron.verify.doctor import defaults, megatron_names, running, vllm_names
 from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
-from tio_megatron.verify.doctor.shell import END, Variables
-from tio_megatron.verify.doctor.shell_words import apart, literal
+from tio_megatron.verify.doctor.shell import Variables
+from tio_megatron.verify.doctor.shell_parts import Part, parts
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
@@ -52,7 +53,12 @@ OPTIMIZERS = frozenset("optimizer use_precision_aware_optimizer optimizer_cpu_of
 """Of ``optim``, what decides how an update is computed."""
 VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 """How a verl launch script writes a setting."""
-_OPTION = re.compile(r"(?:^|\s)--[A-Za-z]|actor_rollout_ref\.")
+_RAYS = re.compile(r"\+{0,2}ray_kwargs\.ray_init\.runtime_env\.env_vars\.(\w+)=['\"]?([^'\"]*)['\"]?")
+"""A variable that Ray sets for verl's workers."""
+_GROUP = re.compile(r"[+~]*\w+(?:/\w+)+(?:@[\w.]+)?=|[+~]*\w+@[\w.]+=")
+"""How one of Hydra's groups is given another choice."""
+_CONFIG = re.compile(r"(--config-name|--config-path|--config-dir|-cn|-cp|-cd)(?:=(.*))?", re.DOTALL)
+_VERLS_OWN = frozenset("ppo_trainer ppo_trainer.yaml ppo_megatron_trainer ppo_megatron_trainer.yaml config".split())
 WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
 MOST_BYTES = 4 << 20
@@ -92,6 +98,8 @@ class Configured:
     """Files that the script reads, which were not."""
     holes: tuple[str, ...] = ()
     """Words of the script's command that are a variable which is not known."""
+    sets: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that the script sets."""
 
     @property
     def running(self) -> Running:
@@ -121,7 +129,8 @@ def _trainer(source: str) -> Configured:
         settings = {**{name: defaults.VERL_TRAINER[name] for name in (*TRAINER_NAMES.values(), "nnodes", "n_gpus_per_node", *DECIDE)}, **settings}
     sizes = {name: _whole(settings, option) for name, option in TRAINER_NAMES.items()}
     if not any(sizes.values()) and "num_layers" not in settings:
-        raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
+        left = f"; not followed here: {named(variables.holes, most=3)}" if variables.holes else ""
+        raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2){left}")
     for name in DECIDE:
         _known(name, settings.get(name), "it out", settings)
     tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
@@ -138,7 +147,7 @@ def _trainer(source: str) -> Configured:
         dp=None if world is None else world // (tp * pp * cp),
         dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
     )
-    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads), tuple(variables.holes))
+    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads), tuple(variables.holes), variables.sets)
 
 
 def rollout(source: str) -> Configured:
@@ -182,6 +191,7 @@ def _rollout(source: str) -> Configured:
         variables.taken,
         tuple(variables.reads),
         tuple(variables.holes),
+        variables.sets,
     )
 
 
@@ -209,29 +219,30 @@ _NONE = Variables("", {})
 
 def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Variables]:
     """Of a command line or a script: verl's overrides where there are some, else arguments."""
+    script = os.path.isfile(source)
     try:
-        variables = Variables(text, os.environ)
+        variables = Variables(text if script else "", os.environ)
+        found = parts(variables) if script else [Part(tuple(filled for word in split(text, source) for filled in variables.fill(word)))]
     except ValueError as error:
-        raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
-    if os.path.isfile(source):
-        written = variables.words()
-        for body in apart(text)[1]:  # a launch script may write another; prose, with an apostrophe, holds no option
-            if _OPTION.search(body):
-                written += [END, *(filled for word in split(literal(body), source) for filled in variables.fill(word))]
-    else:
-        written = [filled for word in split(literal(text), source) for filled in variables.fill(word)]
-    words = [_of_array(word) for word in written]
-    pairs = [(found[1], found[2]) for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
-    if not pairs:
-        if side == "trainer":
-            return arguments(words), "megatron-lm", variables
-        return arguments(words, vllm_names.SHORT, script=os.path.isfile(source)), "vllm", variables
+        raise ValueError(f"{source}: cannot be split into arguments ({error})" if script else str(error)) from error
+    pairs = [[(one[1], one[2]) for word in part.words if (one := VERL_OVERRIDE.fullmatch(_of_array(word)))] for part in found]
+    strings = [string for part in found for string in part.strings]
+    if not any(pairs):
+        short = vllm_names.SHORT if side == "rollout" else {}
+        read = [(part, arguments(part.words, short, script=script)) for part in found]
+        read = [(part, said) for part, said in read if part.runs or any(_is_option(word, side) for word in part.words)]
+        variables.holes = [*(hole for part, _ in read for hole in part.holes), *strings]
+        return _agreed([said for _, said in read]), "megatron-lm" if side == "trainer" else "vllm", variables
+    variables.holes = [hole for part, own in zip(found, pairs, strict=True) if own or part.runs for hole in part.holes]
+    words = [word for part in found for word in part.words]
     if gone := [word for word in words if re.match(r"~(?:actor_rollout_ref|trainer)\b", word)]:
         raise ValueError(f"{source}: {cut(gone[0], 120)} takes a setting away; write what it shall be")
     tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
     if engines := [word.partition("=")[2] for word in words if re.match(r"\+{0,2}model_engine=", word)]:
         tree["model_engine"] = engines[-1]
-    for way, value in _chosen(pairs, variables.conditional):
+    variables.sets |= {one[1]: one[2] for word in words if (one := _RAYS.fullmatch(word))}
+    variables.holes += [*strings, *_other_configurations(words)]
+    for way, value in _agreed([dict(own) for own in pairs]).items():  # within one command the last holds, as in Hydra
         *parents, name = way.split(".")
         _not_deeper([*parents, name])
         here = tree
@@ -244,15 +255,36 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Va
     return *_tree(tree, side, source), variables
 
 
-def _chosen(pairs: Sequence[tuple[str, str]], conditional: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The last of a repeated name holds, as in Hydra; of two values in the branches of a condition nobody knows which."""
-    said: dict[str, list[str]] = {}
-    for way, value in pairs:
-        said.setdefault(way, []).append(value)
-    for way, value in pairs:
-        others = list(dict.fromkeys(said[way]))
-        unknown = len(others) > 1 and any(f"{way}={other}" in conditional for other in others)
-        yield way, f"$({' or '.join(others)})" if unknown else value
+def _other_configurations(words: Sequence[str]) -> Iterator[str]:
+    """Of a verl command, what makes it read another configuration than verl's own."""
+    for word, following in itertools.pairwise([*words, ""]):
+        if _GROUP.match(word) or re.match(r"[+~]*hydra\.searchpath=", word):
+            yield word
+        elif found := _CONFIG.fullmatch(word):
+            named = following if found[2] is None else found[2]
+            if named.rstrip("/").rpartition("/")[2] not in _VERLS_OWN:
+                yield f"{found[1]} {named}"
+
+
+def _is_option(word: str, side: Side) -> bool:
+    """Whether it is a long option that the side's program has."""
+    name = word[2:].partition("=")[0].replace("-", "_").removeprefix("no_" if side == "trainer" else "")
+    names = megatron_names.KNOWN if side == "trainer" else vllm_names.JUDGED | vllm_names.NEUTRAL | {*vllm_names.DECIDING, *defaults.VLLM_ENGINE}
+    return word.startswith("--") and name in names
+
+
+def _agreed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of two values of one name in different commands, arrays or branches of a script nobody knows which holds.
+
+    >>> _agreed([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
+    {'a': 1, 'b': '$(2 or 3)'}
+    """
+    said: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            if value not in said.setdefault(name, []):
+                said[name].append(value)
+    return {name: values[0] if len(values) == 1 else f"$({' or '.join(map(str, values))})" for name, values in said.items()}
 
 
 def _laid_over(before: Any, value: Any) -> Any:
@@ -381,6 +413,8 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
 def _known(name: str, value: Any, what: str, settings: Mapping[str, Any]) -> None:
     if isinstance(value, str) and "$" in value:
         theirs = ", or have verl write all (bash SCRIPT --cfg job --resolve)" if "actor_rollout_ref" in settings else ""
+        if value.startswith("$(") and " or " in value:
+            raise ValueError(f"{name} is said in several places, {value[2:-1]}: which one holds is not followed here; write {what} once{theirs}")
         raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}{theirs}")
 
 

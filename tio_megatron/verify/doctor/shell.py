@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tio_megatron.verify.doctor.megatron_switches import is_switch
-from tio_megatron.verify.doctor.shell_words import DOLLARS, MARKS, OUTPUT, QUOTED, apart, commands, literal, tokens
+from tio_megatron.verify.doctor.shell_words import BLANK, DOLLARS, MARKS, OUTPUT, QUOTED, apart, literal, tokens
 
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _USED = re.compile(r"[$\x02](?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?-)([^{}$\x02`]*))?\})")
-_NAMED = re.compile(r"[$\x02]\{?[!#]?([A-Za-z_]\w*)")
-_SET_SOMEHOW = re.compile(r"(?<![\w.$\x02/-])([A-Za-z_]\w*)(?:\[[^\]\n]{0,200}\])?\+?=(?!=)|[$\x02]\{([A-Za-z_]\w*):?=")
+NAMED = re.compile(r"[$\x02]\{?[!#]?([A-Za-z_]\w*)")
+_SET_SOMEHOW = re.compile(r"(?<![\w.$\x02/-])([A-Za-z_]\w*)(?:\[[^\]\n]{0,200}\])?\+?=(?!=)")
+_SET_BY_USE = re.compile(r"[$\x02]\{([A-Za-z_]\w*):?=")
 _COUNTED = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]\n]{0,200}\])?\s*(?:\+\+|--|[-+*/%&|^<>]*=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _SAID = re.compile(r"\becho\b[^\n]*|\bprintf\b(?! +-v)[^\n]*")
 """What is printed for people."""
-_OPEN, _CLOSE = frozenset("if for while until case select {".split()), frozenset("fi done esac }".split())
-_BEFORE = frozenset("then do else elif ! export readonly declare local typeset".split())
+OPEN, _CLOSE = frozenset("if for while until case select {".split()), frozenset("fi done esac }".split())
+BEFORE = frozenset("then do else elif ! time command builtin exec nohup export readonly declare local typeset".split())
 """Words behind which a command, and so an assignment, can begin."""
 _DECLARES = frozenset("export readonly declare local typeset".split())
 _SETTERS = frozenset("read unset mapfile readarray getopts for select let printf eval".split())
 _STARTS_WITH = re.compile(r"^[A-Za-z_]\w*")
 MOST = 1 << 16
 """Characters that a variable may hold, and a 64th of those that are put in altogether: a script may double a string again and again."""
-END = "-"
-"""Like an option, it ends the values of the one before it."""
-_STARTS = re.compile(r"(?:^|/)(?:torchrun|vllm|deepspeed|python[\d.]*)$|\.py$|^(?:verl|torch|vllm)\.")
-"""A word by which a command is a run."""
-_ALONE = re.compile(r"[$\x02](?:[A-Za-z_]\w*|\{[A-Za-z_]\w*[^\[\]]*\})")
-_NAME_LEFT = re.compile(r"(?:\+{0,2}|--)[^=\s]*[$\x02\x03][^=\s]*[.}\w-]=")
-"""An option whose name is not known."""
-_CALLERS = re.compile(r"[$\x02](?:[@*]|\{[@*][^}]*\}|\{\w+\[[@*]\]\})")
-"""A caller's arguments, or an array, whose words are read where they stand."""
-_LISTED = re.compile(r"[$\x02]\{([A-Za-z_]\w*)\[[@*]\]\}")
+_COUNTS = re.compile(r"(?:TIO|VLLM|VERL|NCCL|HCCL|LCCL|NVTE|CUBLAS|OMP|MKL|OPENBLAS|ASCEND|CUDA|TORCH|PYTORCH|DNNL|ONEDNN)_")
 _HARMLESS = frozenset("set_env.sh setvars.sh activate .bashrc .bash_profile profile conda.sh setenv.bash bashrc".split())
 """Files that set paths: of CANN, oneAPI, virtual environments and shells."""
 
@@ -51,40 +41,33 @@ class Variables:
     """
 
     def __init__(self, script: str, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+        self.environment = environment
         self._filled_in = 0
         self.taken: dict[str, str] = {}
         """Variables that :meth:`fill` has put in, in the order of their use."""
         self.reads: list[str] = []
         """Other files that the script reads. Any but those that set paths may set every variable: none is known then."""
         outer, bodies = apart(script)
-        outer = literal(outer)
-        self._tokens = list(tokens(outer))
-        somehow = Counter(_names(_SET_SOMEHOW, _SAID.sub("", "\n".join([outer, *bodies]))))
+        self.outputs: list[str] = []
+        outer = literal(outer, self.outputs)
+        self.tokens = list(tokens(outer))
+        self.bodies = bodies
+        whole = "\n".join([outer, *(body.text for body in bodies)])
+        somehow = Counter([*_names(_SET_SOMEHOW, _SAID.sub("", whole)), *_names(_SET_BY_USE, whole)])
         self._unknown = {name for part in _arithmetic(script) for name in _names(_COUNTED, part)}
-        self._nothing = False
+        self.knows_nothing = False
         self._read()
-        self._nothing |= any(name.rpartition("/")[2] not in _HARMLESS for name in self.reads)
-        self._unknown |= {name for name, times in somehow.items() if times > self._plain[name]}
+        self.knows_nothing |= any(name.rpartition("/")[2] not in _HARMLESS for name in self.reads)
+        self._unknown |= {name for name, times in somehow.items() if times > self._plain[name] + self._arguments[name]}
         self._read()  # again, so that nothing rests on what turned out to be unknown
-        self.conditional: frozenset[str] = frozenset()
-        """Of :meth:`words`, those in a condition, a loop or a function."""
-        self.holes = list(dict.fromkeys(self._holes()))
-        """Words of a run that are a variable alone and not known: they may hold options."""
+        self.sets = self._sets()
+        """Variables of the environment that count for a run and that the script sets, with what is known of their values."""
+        self.holes: list[str] = []
+        """Words of a run that are not known and may hold options; whoever reads the :meth:`parts` knows which run."""
 
-    def words(self) -> list[str]:
-        """The script's words, filled in; :data:`END` where a command ends."""
-        found: list[str] = []
-        inside = 0
-        self.conditional = frozenset(word.lstrip("+") for at in self._held_back if at not in self._assignments for word in self.fill(self._tokens[at]))
-        for at, token in enumerate(self._tokens):
-            if token in MARKS:
-                inside = max(0, inside + (token == "(") - (token == ")"))
-                if not (inside and token == "\n"):  # an array goes on
-                    found.append(END)
-            elif inside or self._tokens[at + 1 : at + 2] != [")"]:  # a pattern of a case is no word
-                found += [token.translate(DOLLARS)] if at in self._assignments else self.fill(token) if not _CALLERS.fullmatch(token) else []
-        return found
+    def _sets(self) -> dict[str, str]:
+        found = (ASSIGNED.fullmatch(self.tokens[at]) for at in sorted(self.assignments))
+        return {one[1]: self._filled(one[3], {}).translate(DOLLARS) for one in found if one and _COUNTS.match(one[1])}
 
     def fill(self, word: str) -> list[str]:
         """A word as the shell would hand it on: several where a variable alone holds several. What is not known stays.
@@ -95,14 +78,14 @@ class Variables:
         (['$TP'], ['--pp', '2', '--x'])
         """
         filled = self._filled(word, self.taken)
-        words = filled.split() if filled != word and word[0] == "$" and _USED.fullmatch(word) else [filled]
+        words = filled.translate({ord(BLANK): " "}).split() if filled != word and word[0] == "$" and _USED.fullmatch(word) else [filled]
         return [one.translate(DOLLARS) for one in words]
 
     def _filled(self, text: str, taken: dict[str, str]) -> str:
         def value(found: re.Match[str]) -> str:
             name, how, other = found[1] or found[2], found[3] or "", found[4]
-            held = None if name in self._unknown else self._values.get(name, self._environment.get(name))
-            if self._nothing or name in self._unknown or (held is None and other is None):
+            held = None if name in self._unknown else self._values.get(name, self.environment.get(name))
+            if self.knows_nothing or name in self._unknown or (held is None and other is None):
                 return found[0]
             if other is not None and (held is None or (held == "" and ":" in how)):
                 held = other
@@ -124,67 +107,55 @@ class Variables:
     def _read(self) -> None:
         self._values: dict[str, str] = {}
         self._plain: Counter[str] = Counter()
+        self._arguments: Counter[str] = Counter()
         self.reads.clear()
-        self._held_back: list[int] = []
-        self._assignments: set[int] = set()
-        words = self._tokens
-        ends, alone = _ends(words), _ends(words, lambda word: not _ASSIGNED.fullmatch(word))
+        self.assignments: set[int] = set()
+        self.held: set[int] = set()
+        """Places of :attr:`tokens` in a condition, a loop, a function or a subshell."""
+        words = self.tokens
+        ends, alone = _ends(words), _ends(words, lambda word: not ASSIGNED.fullmatch(word))
         used: set[str] = set()
         depth = inside = 0
-        begins, conditional, compared = True, False, False
+        begins, conditional, compared, array, head = True, False, False, False, ""
         for at, token in enumerate(words):
             before, after = words[at - 1] if at else "\n", words[at + 1] if at + 1 < len(words) else "\n"
             if token in MARKS:
+                array = (array or (token == "(" and not inside and before[-1] == "=")) and not (token == ")" and inside == 1)
                 inside = max(0, inside + (token == "(") - (token == ")"))  # a pattern of a case closes what nothing opened
                 conditional = token in ("&&", "||", "|") or (conditional and (token not in ("\n", ";") or before in ("&&", "||", "|")))
                 begins = token not in ("<", ">")
+                head = "" if begins else head
                 continue
             compared = (compared or (begins and token == "[[")) and token != "]]"
             begins = begins and not compared
-            assigned = _ASSIGNED.fullmatch(token)
+            assigned = ASSIGNED.fullmatch(token)
+            if begins and not assigned and token not in BEFORE | OPEN and not token.isdigit() and token[0] != "-":
+                head = token
+                first = self._filled(token, {}).split()[:1]
+                self.knows_nothing |= first != [token] and bool({*first} & (_SETTERS | _DECLARES | {".", "source"}))
+            if assigned and not begins and head not in ("", "eval", "trap", "let"):
+                self._arguments[assigned[1]] += 1  # another program's word
             if begins and not inside and after != ")":  # which ends a pattern
-                depth += (token in _OPEN) - (token in _CLOSE)
-            if begins and token in ("source", ".") and after not in MARKS:
+                depth += (token in OPEN) - (token in _CLOSE)
+            if begins and token in ("source", "."):
                 self.reads.append(after.translate(DOLLARS))
             if begins and token in _SETTERS | _DECLARES and before not in _DECLARES:
                 given = words[at + 1 : ends[at]]
-                self._nothing |= any(_sets_any(token, word) for word in given)
+                self.knows_nothing |= any(_sets_any(token, word) for word in given)
                 self._unknown |= {name for word in given if token in _SETTERS for name in _STARTS_WITH.findall(word)}
             if assigned and begins:
-                self._assignments.add(at)
+                self.assignments.add(at)
                 plain = depth == inside == 0 and not conditional and assigned[2] == "=" and alone[at] == ends[at]
                 plain = plain and (ends[at] == len(words) or words[ends[at]] in ("\n", ";"))
                 self._set(assigned[1], assigned[3], plain=plain and assigned[1] not in used)
-                used |= {name for name in _NAMED.findall(assigned[3]) if name != assigned[1]}
+                used |= {name for name in NAMED.findall(assigned[3]) if name != assigned[1]}
             else:
-                used |= set(_NAMED.findall(token))
-            if depth or conditional:
-                self._held_back.append(at)
-            begins = before == "function" or (begins and (token in _OPEN or token in _BEFORE or bool(assigned)))
-
-    def _holes(self) -> Iterator[str]:
-        """Of the commands that start something, and of the arrays that a script hands on."""
-        handed = {name for token in self._tokens for name in _LISTED.findall(token)}
-        filled: set[str] = set()
-        for command in commands(self._tokens):
-            array = _ASSIGNED.fullmatch(command[0])
-            array = array if array and not array[3] and command[1:2] == ["("] else None
-            if array:
-                filled.add(array[1])
-            asks = command[0] in ("[", "[[", "if", "elif", "{", "echo", "printf", "case", "while", "until", "for")
-            if not (array and array[1] in handed) and (asks or not any(_STARTS.search(word) for word in command)):
-                continue
-            for previous, word in itertools.pairwise(command):
-                listed = _LISTED.fullmatch(word)
-                if listed and listed[1] not in filled:
-                    yield word.translate(DOLLARS)
-                elif previous.startswith("--") and "=" not in previous and not is_switch(previous):
-                    continue  # its value
-                else:
-                    found = self._filled(word, {})
-                    pieces = found.split() if word[0] == "$" else [found]
-                    if any(_ALONE.fullmatch(piece) or piece[0] == OUTPUT or _NAME_LEFT.match(piece) for piece in pieces if piece):
-                        yield word.translate(DOLLARS)
+                used |= set(NAMED.findall(token))
+            if depth or conditional or (inside and not array):
+                self.held.add(at)
+            begins = before == "function" or (begins and (token in OPEN or token in BEFORE or bool(assigned)))
+            self.knows_nothing |= depth < 0  # not understood
+        self.knows_nothing |= depth != 0
 
     def _set(self, name: str, text: str, *, plain: bool) -> None:
         value = self._filled(text, {})

@@ -6,28 +6,35 @@ import bisect
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-PLAIN, QUOTED, OUTPUT = "\x01", "\x02", "\x03"
-"""Stand for a dollar sign that the shell takes for itself (behind a backslash, in single quotes), for one in double quotes, where nothing is split, and
-for what a command or arithmetic would put in."""
-DOLLARS = str.maketrans({PLAIN: "$", QUOTED: "$", OUTPUT: "$(...)"})
+PLAIN, QUOTED, OUTPUT, BLANK = "\x01", "\x02", "\x03", "\x04"
+"""Stand for a dollar sign that the shell takes for itself (behind a backslash, in single quotes), for one in double quotes, where nothing is split, for
+what a command or arithmetic would put in, and for a blank between the braces of a variable."""
+DOLLARS = str.maketrans({PLAIN: "$", QUOTED: "$", OUTPUT: "$(...)", BLANK: " "})
 """For people: as it was written, more or less."""
 _SIGNS = "\n;&|()<>"
 MARKS = frozenset({*_SIGNS, "&&", "||"})
 """Words of the shell's own, as :func:`tokens` gives them."""
-_HERE = re.compile(r"(?<!<)<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
+_HERE = re.compile(r"(?<!<)<<(-?)[ \t]*(?:'([^'\n]+)'|\"([^\"\n]+)\"|([A-Za-z_][\w\\.-]*|\\[A-Za-z_][\w\\.-]*))")
 
 
-def literal(script: str) -> str:
-    r"""The script with a mark for every dollar sign that is none of the shell's.
+def literal(script: str, outputs: list[str] | None = None) -> str:
+    r"""The script without comments, with a mark for every dollar sign that is none of the shell's, and for every ``$(...)``, which are put into ``outputs``.
 
     >>> print(literal("a='$b' c=\"$d'$e'\" # it's $f").translate({1: "L", 2: "Q"}), literal(r"a=\$b `c` $((1+2))$(d)").translate({1: "L", 3: "O"}))
     a='Lb' c="Qd'Qe'"  a=Lb O OO
     """
     made: list[str] = []
-    quote, at, whole = "", 0, True
+    quote, at, whole, braces = "", 0, True, 0
     while at < len(script):
         here = script[at]
+        if not quote:
+            braces = 0 if here == "\n" else braces + (script[at : at + 2] == "${") - (here == "}" and braces > 0)
+            if braces and here in " \t":
+                made.append(BLANK)
+                at += 1
+                continue
         if here == "\\" and quote != "'" and script[at + 1 : at + 2] == "$":
             made.append(PLAIN)
             at += 2
@@ -36,13 +43,15 @@ def literal(script: str) -> str:
             made.append(" " if script[at + 1 : at + 2] == "\n" else script[at : at + 2])
             at += 2
             continue
-        if here == "#" and not quote and (at == 0 or script[at - 1] in " \t\n;&|()"):
+        if here == "#" and not quote and not braces and (at == 0 or script[at - 1] in " \t\n;&|()"):
             end = script.find("\n", at)
             at = len(script) if end < 0 else end
             continue
         if whole and quote != "'" and (here == "`" or script[at : at + 2] == "$("):
             end = _end_of_output(script, at)
             if end:
+                if outputs is not None:
+                    outputs.append(script[at:end])
                 made.append(OUTPUT)
                 at = end
                 continue
@@ -75,30 +84,41 @@ def _end_of_output(script: str, start: int) -> int:
     return 0
 
 
-def apart(script: str) -> tuple[str, list[str]]:
+@dataclass(frozen=True)
+class Here:
+    """A here-document: its text, and whether its quoted end keeps the shell from filling it in."""
+
+    text: str
+    quoted: bool
+
+
+def apart(script: str) -> tuple[str, list[Here]]:
     """A script without its here-documents, and these.
 
-    >>> apart("a <<X b\\nit's c\\nX\\nd")
-    ('a  b\\nd', ["it's c"])
+    >>> apart("a <<X b\\nit's c\\n X\\nX\\nd")
+    ('a  b\\nd', [Here(text="it's c\\n X", quoted=False)])
     """
     lines = script.split("\n")
     places: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
-        places.setdefault(line.strip(), []).append(number)
+        for end in {line, line.lstrip("\t")}:
+            places.setdefault(end, []).append(number)
     outer: list[str] = []
-    bodies: list[str] = []
+    bodies: list[Here] = []
     number = 0
     while number < len(lines):
-        here = _HERE.search(lines[number])
-        ends = places.get(here[2], []) if here else []
-        at = bisect.bisect_right(ends, number)
-        if here and at < len(ends):
-            outer.append(_HERE.sub("", lines[number], count=1))
-            bodies.append("\n".join(lines[number + 1 : ends[at]]))
-            number = ends[at] + 1
-        else:
-            outer.append(lines[number])
-            number += 1
+        line, last = lines[number], number
+        for here in _HERE.finditer(line):
+            end = here[2] or here[3] or here[4].replace("\\", "")
+            ends = places.get(end, [])
+            at = bisect.bisect_right(ends, last)
+            while at < len(ends) and not here[1] and lines[ends[at]] != end:  # only <<- has an end behind tabs
+                at += 1
+            if at < len(ends):
+                bodies.append(Here("\n".join(lines[last + 1 : ends[at]]), end != here[4]))
+                last = ends[at]
+        outer.append(_HERE.sub("", line) if last > number else line)
+        number = last + 1
     return "\n".join(outer), bodies
 
 
@@ -111,15 +131,20 @@ def tokens(script: str) -> Iterator[str]:
             yield from re.findall(r"&&|\|\||.", token, re.DOTALL) if set(token) <= set(_SIGNS) else [token]
 
 
-def commands(tokens: Sequence[str]) -> Iterator[list[str]]:
-    """Cut where one ends; a command in parentheses belongs to what is around it, and so do the lines of an array."""
-    command: list[str] = []
+def commands(tokens: Sequence[str]) -> Iterator[list[int]]:
+    """Where the words of each command stand, and an array's parentheses. A command in parentheses belongs to what is around it, and so do the lines of an
+    array; a pattern of a case belongs to nothing."""
+    command: list[int] = []
     inside = 0
-    for token in (*tokens, "\n"):
+    for at, token in enumerate((*tokens, "\n")):
+        before = tokens[at - 1] if at else "\n"
+        if token == ")" and not inside:
+            command = []  # the pattern of a case
         inside = max(0, inside + (token == "(") - (token == ")"))
-        if token in (";", "&", "&&", "||", "|") or (token == "\n" and not inside):
+        joined = token == "&" and (before in ("<", ">") or (at + 1 < len(tokens) and tokens[at + 1] == ">"))  # 2>&1, &> file
+        if (token in (";", "&", "&&", "||", "|") and not joined) or (token == "\n" and not inside):
             if command:
                 yield command
             command = []
-        elif token != "\n":
-            command.append(token)
+        elif token not in MARKS or token in ("(", ")"):
+            command.append(at)

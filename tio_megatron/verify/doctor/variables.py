@@ -30,9 +30,15 @@ def taken(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
 
 
 def holes(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
-    """Words of a command that may hold any option."""
+    """Words of a command that may hold any option, and what a script sets for it."""
     for word in dict.fromkeys((*trainer.holes, *rollout.holes)):
-        yield Finding("unknown", TOPIC, f"{shown(word)} is not judged: a variable that is not known here, which may hold options", "write them out")
+        yield Finding("unknown", TOPIC, f"{shown(word)} is not judged: it is not followed here, and may hold options", "write them out")
+    sets = {**trainer.sets, **rollout.sets}
+    if sets.get("TIO_CONTRACT") == "0":
+        yield Finding("bad", TOPIC, "the script sets TIO_CONTRACT=0, which leaves the packages stock", "TIO_CONTRACT=1; or --stock for stock packages")
+    if sets:
+        what = f"the script sets {named(sorted(sets), most=12)}: looked at was the environment here"
+        yield Finding("note", TOPIC, what, "set them for the doctor too")
 
 
 def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Iterator[Finding]:
@@ -44,7 +50,8 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Itera
     for side, run, decides in (("trainer", trainer, _of_trainer(trainer)), ("rollout", rollout, _of_rollout(rollout))):
         for name, value in sorted(run.left.items()):
             if name in decides:
-                what = f"{side}: {name} = {shown(value)} is not judged: a variable that is not set here"
+                why = "said in several places" if value.startswith("$(") and " or " in value else "a variable that is not set here"
+                what = f"{side}: {name} = {shown(value)} is not judged: {why}"
                 yield Finding("unknown", TOPIC, what, "write it out")
 
 
