@@ -63,7 +63,10 @@ def problems(findings):
     "text, known, unknown",
     [
         ("A='1 2' # it's\nB=3", {"A": ["1", "2"], "B": ["3"]}, ""),
-        ("A=1\nA=2", {}, "A"),
+        ("A=1\nA=2", {"A": ["2"]}, ""),
+        ("A='--x 1'\nA+=' --y'\nA=\"$A --z\"", {"A": ["--x", "1", "--y", "--z"]}, ""),
+        ("A=1\nA+=2\nif x; then A+=3; fi", {}, "A"),
+        ("A+=2", {}, "A"),
         ("A=1\nA=1", {"A": ["1"]}, ""),
         ("A=1\nif x; then\nA=2\nfi\nB=4", {"B": ["4"]}, "A"),
         ("f() {\n local A=1\n}\nB=2", {"B": ["2"]}, "A"),
@@ -325,7 +328,8 @@ def test_control_a_reader_that_takes_the_last_assignment_is_caught():
 @pytest.mark.parametrize(
     "text, holes",
     [
-        ('E="--bf16"\nE+=" --fp8-format hybrid"\npython x.py $E', ["$E"]),
+        ('E="--bf16"\nif x; then E+=" --fp8-format hybrid"; fi\npython x.py $E', ["$E"]),
+        ('E="--bf16"\nE+=" --fp8-format hybrid"\npython x.py $E', []),
         ("python x.py --load $CKPT --bf16 $E", ["$E"]),
         ('A=(--x 1)\npython x.py "${A[@]}" "${B[@]}" "$@"', ["${B[@]}"]),
         ("A=(\n  --x 1\n  $E\n)\ntorchrun x.py ${A[@]}", ["$E"]),
@@ -389,6 +393,12 @@ def test_a_hostile_script_is_read_in_time(tmp_path, text):
         settings.trainer(str(tmp_path / "x.sh"))
 
 
+def test_a_long_array_that_is_handed_on_again_and_again(tmp_path):
+    (tmp_path / "x.sh").write_text(f"A=({'x ' * 50_000})\n" + "torchrun ${A[@]}\n" * 50_000)
+    with pytest.raises(ValueError, match="its commands hold more than 262144 words"):
+        settings.trainer(str(tmp_path / "x.sh"))
+
+
 def test_a_string_that_is_doubled_again_and_again():
     script = "A=xxxxxxxx\n" + "".join(f"{chr(66 + one)}=${chr(65 + one)}${chr(65 + one)}\n" for one in range(24))
     (last,) = Variables(script, {}).fill("${Y}")
@@ -415,6 +425,8 @@ SIZES = """--tensor-model-parallel-size 4 --expert-model-parallel-size 4 --exper
         ("torchrun p.py --tensor-model-parallel-size 4 {m}\ntorchrun q.py --tensor-model-parallel-size 1", "said in several places, 4 or 1"),
         ("if x; then A+=(--tensor-model-parallel-size 2); else A+=(--tensor-model-parallel-size 8); fi\ntorchrun p.py ${A[@]} {m}", "places, 2 or 8"),
         ("sbatch <<X\nTP=2\ntorchrun p.py --tensor-model-parallel-size $TP {m}\nX", "is '.TP', a variable"),
+        ("A='{m}'\nA+=' --tensor-model-parallel-size 2'\nA=\"$A --lr 1\"\ntorchrun p.py $A\nA=''", "TP 2"),
+        ("f() { torchrun p.py $A; }\nA='{m} --tensor-model-parallel-size 2'\nf", "not followed here: .A"),
         ('srun bash -c "torchrun p.py --tensor-model-parallel-size 4 {m}"', "not followed here: torchrun p.py"),
         ('C="torchrun p.py --tensor-model-parallel-size 4"\nif x; then C+=" --fp8-format hybrid"; fi\neval $C', "not followed here: .C"),
     ],
@@ -448,6 +460,14 @@ def test_what_is_not_followed_is_said(tmp_path, more, says):
     assert [level for level, what in found if says in what] == ["unknown"], found
     (tmp_path / "x.sh").write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES}\n")
     assert not problems(examine(model="Qwen3-30B-A3B", trainer=str(tmp_path / "x.sh"), rollout="tp4+ep").findings), "control"
+
+
+def test_what_has_a_default_may_stand_in_what_is_not_followed(tmp_path):
+    for tail, levels in (("$MORE", {"unknown"}), ("", {"bad"})):
+        (tmp_path / "x.sh").write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES.replace('--moe-router-topk 8', '')} {tail}\n")
+        found = examine(model="Qwen3-30B-A3B", trainer=str(tmp_path / "x.sh"), rollout="tp4+ep").findings
+        assert {one.level for one in found if "moe_router_topk = 2" in one.what} == levels
+        assert not tail or any("or it stands in $MORE" in one.works for one in found)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def examine(
         *variables.holes(left, right),
         *result.findings,
     ]
-    found = list(variables.judge(left.running, right.running, found))
+    found = list(variables.judge(left.running, right.running, found, {"trainer": left.holes, "rollout": right.holes}))
     if plugged:
         found = [*verl_start.judge(left.running, right.running, found, known), *verl_start.of_ref(left.running, known)]
     return Examined(tuple(found), result)

@@ -32,15 +32,16 @@ _HARMLESS = frozenset("set_env.sh setvars.sh activate .bashrc .bash_profile prof
 class Variables:
     """What a script sets, and what it leaves to the environment.
 
-    A variable is known if every place that gives it a value is an assignment on its own, outside of any condition, loop, function and subshell, if all
-    of them give it the same one, and if nothing uses it before.
+    A variable is known if every place that gives it a value is an assignment on its own, outside of any condition, loop, function and subshell. Between two
+    of them it has the value of the first; where a function, a loop or a condition uses it, it is known if they all give it one value, and none comes later.
 
     Args:
         script: its text.
         environment: of the process that would run it.
+        knows_nothing: no variable is put in.
     """
 
-    def __init__(self, script: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, script: str, environment: Mapping[str, str], *, knows_nothing: bool = False) -> None:
         self.environment = environment
         self._filled_in = 0
         self.taken: dict[str, str] = {}
@@ -55,7 +56,8 @@ class Variables:
         whole = "\n".join([outer, *(body.text for body in bodies)])
         somehow = Counter([*_names(_SET_SOMEHOW, _SAID.sub("", whole)), *_names(_SET_BY_USE, whole)])
         self._unknown = {name for part in _arithmetic(script) for name in _names(_COUNTED, part)}
-        self.knows_nothing = False
+        self.knows_nothing = knows_nothing
+        self._many: set[str] = set()
         self._read()
         self.knows_nothing |= any(name.rpartition("/")[2] not in _HARMLESS for name in self.reads)
         self._unknown |= {name for name, times in somehow.items() if times > self._plain[name] + self._arguments[name]}
@@ -69,23 +71,33 @@ class Variables:
         found = (ASSIGNED.fullmatch(self.tokens[at]) for at in sorted(self.assignments))
         return {one[1]: self._filled(one[3], {}).translate(DOLLARS) for one in found if one and _COUNTS.match(one[1])}
 
+    def at(self, place: int) -> list[str]:
+        """The word at a place of :attr:`tokens` as the shell would hand it on there."""
+        words, taken = self._fills.get(place, ([self.tokens[place].translate(DOLLARS)], {}))
+        self.taken |= taken
+        return words
+
     def fill(self, word: str) -> list[str]:
-        """A word as the shell would hand it on: several where a variable alone holds several. What is not known stays.
+        """A word as the shell would hand it on at the script's end: several where a variable alone holds several. What is not known stays.
 
         >>> Variables("TP=${TP:-4}; both=$((TP * 2)); more='--pp 2'", {}).fill("a.b=${TP}")
         ['a.b=4']
         >>> Variables("if x; then TP=2; fi; more='--pp 2 --x'", {}).fill("$TP"), Variables("more='--pp 2 --x'", {}).fill("$more")
         (['$TP'], ['--pp', '2', '--x'])
         """
-        filled = self._filled(word, self.taken)
+        return self._split(word, self._filled(word, self.taken))
+
+    def _split(self, word: str, filled: str) -> list[str]:
         words = filled.translate({ord(BLANK): " "}).split() if filled != word and word[0] == "$" and _USED.fullmatch(word) else [filled]
         return [one.translate(DOLLARS) for one in words]
 
-    def _filled(self, text: str, taken: dict[str, str]) -> str:
+    def _filled(self, text: str, taken: dict[str, str], *, held: bool = False) -> str:
+        held_back = held
+
         def value(found: re.Match[str]) -> str:
             name, how, other = found[1] or found[2], found[3] or "", found[4]
             held = None if name in self._unknown else self._values.get(name, self.environment.get(name))
-            if self.knows_nothing or name in self._unknown or (held is None and other is None):
+            if self.knows_nothing or name in self._unknown or (held_back and name in self._many) or (held is None and other is None):
                 return found[0]
             if other is not None and (held is None or (held == "" and ":" in how)):
                 held = other
@@ -110,6 +122,7 @@ class Variables:
         self._arguments: Counter[str] = Counter()
         self.reads.clear()
         self.assignments: set[int] = set()
+        self._fills: dict[int, tuple[list[str], dict[str, str]]] = {}
         self.held: set[int] = set()
         """Places of :attr:`tokens` in a condition, a loop, a function or a subshell."""
         words = self.tokens
@@ -145,23 +158,27 @@ class Variables:
                 self._unknown |= {name for word in given if token in _SETTERS for name in _STARTS_WITH.findall(word)}
             if assigned and begins:
                 self.assignments.add(at)
-                plain = depth == inside == 0 and not conditional and assigned[2] == "=" and alone[at] == ends[at]
+                plain = depth == inside == 0 and not conditional and alone[at] == ends[at] and after != "("
                 plain = plain and (ends[at] == len(words) or words[ends[at]] in ("\n", ";"))
-                self._set(assigned[1], assigned[3], plain=plain and assigned[1] not in used)
-                used |= {name for name in NAMED.findall(assigned[3]) if name != assigned[1]}
-            else:
-                used |= set(NAMED.findall(token))
+                self._set(assigned[1], assigned[3], plain=plain and assigned[1] not in used, more=assigned[2] == "+=")
             if depth or conditional or (inside and not array):
                 self.held.add(at)
+                used |= set(NAMED.findall(token))
+            if _open(token) and at not in self.assignments:
+                taken: dict[str, str] = {}
+                self._fills[at] = self._split(token, self._filled(token, taken, held=at in self.held)), taken
             begins = before == "function" or (begins and (token in OPEN or token in BEFORE or bool(assigned)))
             self.knows_nothing |= depth < 0  # not understood
         self.knows_nothing |= depth != 0
 
-    def _set(self, name: str, text: str, *, plain: bool) -> None:
+    def _set(self, name: str, text: str, *, plain: bool, more: bool) -> None:
         value = self._filled(text, {})
-        plain = plain and len(value) <= MOST
-        known = name not in self._values or self._values[name] == value
-        if plain and known and not value.endswith(("$", QUOTED)):
+        if more:
+            plain = plain and name in self._values
+            value = self._values.get(name, "") + value
+        if plain and len(value) <= MOST and not value.endswith(("$", QUOTED)):
+            if self._values.get(name, value) != value:
+                self._many.add(name)
             self._values[name] = value
             self._plain[name] += 1
             self._unknown |= {one for found in _USED.finditer(value) for one in found.group(1, 2) if one}  # what it was then, whatever is set later

@@ -29,6 +29,8 @@ _OTHERS = frozenset(
     "huggingface-cli modelscope wandb set trap echo printf [ [[ test cd ulimit shopt module".split()
 )
 """Programs whose options are none of a run's."""
+MOST_WORDS = 1 << 18
+"""That all commands of a script hold together; a few lines can hand a long array on again and again."""
 _LISTED = re.compile(r"[$\x02]\{([A-Za-z_]\w*)\[[@*]\]\}")
 
 
@@ -49,9 +51,7 @@ def parts(variables: Variables) -> list[Part]:
     script = _Script(variables)
     found = list(script.parts())
     for body in variables.bodies:
-        inner = Variables(body.text, variables.environment)
-        inner.knows_nothing |= not body.quoted  # this script fills it in before another reads it
-        found += parts(inner)
+        found += parts(Variables(body.text, variables.environment, knows_nothing=not body.quoted))  # else this script fills it in before another reads it
     return [*found, *(Part((), (), False, (f"$({cut(output, 60)})",)) for output in variables.outputs if _RUN.search(output))]
 
 
@@ -62,6 +62,7 @@ class _Script:
         given = (ASSIGNED.fullmatch(self.tokens[at]) for at in variables.assignments)
         self.runs_of = {one[1] for one in given if one and _RUNS.search(one[3])}
         """Variables that are somewhere given a whole command, or options."""
+        self.count = 0
         self.arrays: dict[str, list[list[int]]] = {}
         self.commands: list[list[int]] = []
         for places in commands(self.tokens):
@@ -95,6 +96,9 @@ class _Script:
         words: list[str] = []
         holes: list[str] = []
         strings: list[str] = []
+        self.count += len(places)
+        if self.count > MOST_WORDS:
+            raise ValueError(f"its commands hold more than {MOST_WORDS} words")
         for number, place in enumerate(places):
             word, before = self.tokens[place], self.tokens[place - 1] if place else "\n"
             following = self.tokens[place + 1] if place + 1 < len(self.tokens) else "\n"
@@ -112,7 +116,7 @@ class _Script:
                     holes += array.holes
                     strings += array.strings
                 continue
-            pieces = self.variables.fill(word)
+            pieces = self.variables.at(place)
             previous = words[-1] if words else ""
             words += pieces
             if _ALONE.fullmatch(word) and len(pieces) == 1 and "$" in pieces[0] and (name := NAMED.match(word)) and name[1] in self.runs_of:

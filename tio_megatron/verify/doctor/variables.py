@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tio_megatron.contract.messages import named, shown
 from tio_megatron.verify.doctor import coverage, defaults, vllm_names
@@ -41,12 +42,23 @@ def holes(trainer: Configured, rollout: Configured) -> Iterator[Finding]:
         yield Finding("note", TOPIC, what, "set them for the doctor too")
 
 
-def judge(trainer: Running, rollout: Running, found: Sequence[Finding]) -> Iterator[Finding]:
-    """``found`` without what it says of defaults in the place of variables, and one ``unknown`` for each variable that may change a number."""
+def judge(trainer: Running, rollout: Running, found: Sequence[Finding], followed: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+    """``found`` without what it says of defaults in the place of variables, and one ``unknown`` for each variable that may change a number.
+
+    Args:
+        trainer: as it will run.
+        rollout: as it will run.
+        found: by the other rooms.
+        followed: for each side, the words that may hold options which were not followed: what has a default may stand in them.
+    """
     left = tuple(f"{side}: {name} = " for side, run in (("trainer", trainer), ("rollout", rollout)) for name in run.left)
     for one in found:
-        if not (one.topic == TOPIC and one.what.startswith(left)):
-            yield one
+        words = followed.get(one.what.partition(":")[0], ())
+        if one.topic == TOPIC and one.what.startswith(left):
+            continue
+        if one.topic == TOPIC and one.level == "bad" and words and "'s default)" in one.what:
+            one = replace(one, level="unknown", works=f"{one.works}; or it stands in {named(list(words), most=3)}")
+        yield one
     for side, run, decides in (("trainer", trainer, _of_trainer(trainer)), ("rollout", rollout, _of_rollout(rollout))):
         for name, value in sorted(run.left.items()):
             if name in decides:
