@@ -84,11 +84,11 @@ def _places(run: Running) -> dict[str, str]:
 
 def _bad(run: Running, option: str, why: str, works: list[Any]) -> Finding:
     said = " or ".join(map(repr, works))
-    if works and run.kind == "megatron-lm" and option in FLAGS:
+    if works and run.kind == "megatron-lm" and (option in FLAGS or (works[0] in OFF and run[option] is True)):
         said = written(run.kind, option, works[0])
     elif works and run.kind == "verl" and (place := _places(run).get(option)):
         said = written(run.kind, option, works[0], place)
-    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", f"{said} would work")
+    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", said if said.startswith("leave ") else f"{said} would work")
 
 
 def _balance(run: Running) -> Iterator[Finding]:

@@ -80,6 +80,8 @@ class _Script:
         for places in self.commands:
             words = [self.tokens[at] for at in places]
             start = next((at for at, place in enumerate(places) if place not in self.variables.assignments and words[at] not in BEFORE | OPEN), len(words))
+            if words[start : start + 1] == ["ray"] and "--" in words:
+                start = words.index("--") + 1  # ray job submit ... -- python3 ...
             if start < len(words) and not self._of_another(words[start:]):
                 yield self._read(places[start:], runs=any(_STARTS.search(word) for word in words[start:]), command=True)
 
@@ -101,11 +103,10 @@ class _Script:
             raise ValueError(f"its commands hold more than {MOST_WORDS} words")
         for number, place in enumerate(places):
             word, before = self.tokens[place], self.tokens[place - 1] if place else "\n"
-            following = self.tokens[place + 1] if place + 1 < len(self.tokens) else "\n"
             if word == "(" and before in ("<", ">"):
                 holes.append(f"{before}(...)")
             to_file = before in ("<", ">") or (before == "&" and place > 1 and self.tokens[place - 2] in ("<", ">"))
-            if word in MARKS or word in ("{", "}") or to_file or (following in ("<", ">") and word.isdigit()) or _CALLERS.fullmatch(word):
+            if word in MARKS or word in ("{", "}") or to_file or _CALLERS.fullmatch(word):
                 continue
             if listed := _LISTED.fullmatch(word):
                 if listed[1] not in self.arrays:

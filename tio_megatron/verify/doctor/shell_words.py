@@ -16,6 +16,7 @@ DOLLARS = str.maketrans({PLAIN: "$", QUOTED: "$", OUTPUT: "$(...)", BLANK: " "})
 _SIGNS = "\n;&|()<>"
 MARKS = frozenset({*_SIGNS, "&&", "||"})
 """Words of the shell's own, as :func:`tokens` gives them."""
+_DESCRIPTOR = re.compile(r"\d+(?=[<>])")
 _HERE = re.compile(r"(?<!<)<<(-?)[ \t]*(?:'([^'\n]+)'|\"([^\"\n]+)\"|([A-Za-z_][\w\\.-]*|\\[A-Za-z_][\w\\.-]*))")
 
 
@@ -42,6 +43,9 @@ def literal(script: str, outputs: list[str] | None = None) -> str:
         if here == "\\" and quote != "'":
             made.append(" " if script[at + 1 : at + 2] == "\n" else script[at : at + 2])
             at += 2
+            continue
+        if here.isdigit() and not quote and (at == 0 or script[at - 1] in " \t\n;&|()") and (found := _DESCRIPTOR.match(script, at)):
+            at = found.end()  # 2> is a mark, 2 > is none
             continue
         if here == "#" and not quote and not braces and (at == 0 or script[at - 1] in " \t\n;&|()"):
             end = script.find("\n", at)

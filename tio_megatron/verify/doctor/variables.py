@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from tio_megatron.contract.messages import named, shown
-from tio_megatron.verify.doctor import coverage, defaults, vllm_names
+from tio_megatron.verify.doctor import coverage, defaults, fits, vllm_names
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.options import ROLLOUT, SIZES, TOPIC
 from tio_megatron.verify.doctor.running import SAMPLING_NAMES, Running
@@ -53,11 +54,14 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding], followed
     """
     left = tuple(f"{side}: {name} = " for side, run in (("trainer", trainer), ("rollout", rollout)) for name in run.left)
     for one in found:
-        words = followed.get(one.what.partition(":")[0], ())
         if one.topic == TOPIC and one.what.startswith(left):
             continue
-        if one.topic == TOPIC and one.level == "bad" and words and "'s default)" in one.what:
-            one = replace(one, level="unknown", works=f"{one.works}; or it stands in {named(list(words), most=3)}")
+        side = one.what.partition(":")[0]
+        words = list(followed.get(side, ())) if one.topic == TOPIC and "'s default)" in one.what else []
+        if one.topic == fits.TOPIC and one.what.startswith(("trainer ", "rollout ")):  # of the layouts, which may be others then
+            words = [*chain(*followed.values())]
+        if words and one.level in ("bad", "ok"):
+            one = replace(one, level="unknown", works=f"{one.works or 'as far as it was followed'}; more may stand in {named(words, most=3)}")
         yield one
     for side, run, decides in (("trainer", trainer, _of_trainer(trainer)), ("rollout", rollout, _of_rollout(rollout))):
         for name, value in sorted(run.left.items()):
