@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tio_megatron.testing.qwen3 import MOE
-from tio_megatron.verify import doctor
 from tio_megatron.verify.doctor import coverage, defaults, examine, megatron_names, settings, vllm_names
 from tio_megatron.verify.doctor.megatron_switches import SWITCHES
 
@@ -36,11 +35,7 @@ SCRIPT = " ".join([CUT, SIZES, SOUND, "--lr 1e-5 --micro-batch-size 1 --seq-leng
 VLLM = "--tensor-parallel-size 4 --generation-config vllm --max-model-len 2048 --gpu-memory-utilization 0.5 --port 8000 --no-enable-log-requests"
 
 
-@pytest.fixture(autouse=True)
-def configuration_alone(monkeypatch):
-    """Versions, variables and symbols of this process say nothing about options."""
-    for part in ("versions", "switches", "symbols"):
-        monkeypatch.setattr(getattr(doctor, part), "check", lambda *_, **__: ())
+pytestmark = pytest.mark.usefixtures("configuration_alone")
 
 
 def options_of(trainer=SCRIPT, rollout=VLLM, model="Qwen3-30B-A3B", **more):

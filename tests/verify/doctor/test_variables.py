@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from tio_megatron.testing.qwen3 import MOE
-from tio_megatron.verify import doctor
 from tio_megatron.verify.doctor import examine, settings
 from tio_megatron.verify.doctor.shell import MOST, Variables
 from tio_megatron.verify.doctor.shell_parts import parts
@@ -40,11 +39,11 @@ python3 -m verl.trainer.main_ppo model_engine=$ENGINE "${ACTOR[@]}" \\
 """
 
 
+pytestmark = pytest.mark.usefixtures("configuration_alone")
+
+
 @pytest.fixture(autouse=True)
-def configuration_alone(monkeypatch):
-    """Versions, switches and symbols of this process say nothing about options, and its variables are not a script's."""
-    for part in ("versions", "switches", "symbols"):
-        monkeypatch.setattr(getattr(doctor, part), "check", lambda *_, **__: ())
+def none_of_a_scripts_variables(monkeypatch):
     for name in ("ACTOR_TP", "ACTOR_EP", "EP", "NNODES", "INFER_BACKEND", "X", "CP"):
         monkeypatch.delenv(name, raising=False)
 

@@ -287,6 +287,15 @@ def _agreed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: values[0] if len(values) == 1 else f"$({' or '.join(map(str, values))})" for name, values in said.items()}
 
 
+def said_twice(value: str) -> bool:
+    """Whether :func:`_agreed` has found more than one.
+
+    >>> said_twice("$(2 or 3)"), said_twice("$TP")
+    (True, False)
+    """
+    return value.startswith("$(") and " or " in value
+
+
 def _laid_over(before: Any, value: Any) -> Any:
     """Hydra lays a mapping over the one that is there."""
     if not (isinstance(before, dict) and isinstance(value, dict)):
@@ -413,7 +422,7 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
 def _known(name: str, value: Any, what: str, settings: Mapping[str, Any]) -> None:
     if isinstance(value, str) and "$" in value:
         theirs = ", or have verl write all (bash SCRIPT --cfg job --resolve)" if "actor_rollout_ref" in settings else ""
-        if value.startswith("$(") and " or " in value:
+        if said_twice(value):
             raise ValueError(f"{name} is said in several places, {value[2:-1]}: which one holds is not followed here; write {what} once{theirs}")
         raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}{theirs}")
 

@@ -11,7 +11,7 @@ from tio_megatron.verify.doctor import coverage, defaults, fits, vllm_names
 from tio_megatron.verify.doctor.findings import Finding
 from tio_megatron.verify.doctor.options import ROLLOUT, SIZES, TOPIC
 from tio_megatron.verify.doctor.running import SAMPLING_NAMES, Running
-from tio_megatron.verify.doctor.settings import Configured
+from tio_megatron.verify.doctor.settings import Configured, said_twice
 
 FREE = frozenset(
     "max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching enforce_eager async_scheduling seed "
@@ -66,7 +66,7 @@ def judge(trainer: Running, rollout: Running, found: Sequence[Finding], followed
     for side, run, decides in (("trainer", trainer, _of_trainer(trainer)), ("rollout", rollout, _of_rollout(rollout))):
         for name, value in sorted(run.left.items()):
             if name in decides:
-                why = "said in several places" if value.startswith("$(") and " or " in value else "a variable that is not set here"
+                why = "said in several places" if said_twice(value) else "a variable that is not set here"
                 what = f"{side}: {name} = {shown(value)} is not judged: {why}"
                 yield Finding("unknown", TOPIC, what, "write it out")
 
