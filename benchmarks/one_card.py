@@ -96,7 +96,7 @@ def train_scores(shape: Shape, weights: Weights, ids: Tensor, contract: Contract
         way = dispatch.AllToAll(chosen, ways)
         rows = way.dispatch(way.spread(h.flatten(0, 1)))
         leaves_of_one = (contract.cuts.expert_row, contract.cuts.expert_col_dgrad)
-        rows = experts.ExpertMLP.apply(rows, way.offsets, *leaves_of_one, None, None, (), *w["w13"][mine].unbind(), *w["w2"][mine].unbind())
+        rows = experts.ExpertMLP.apply(rows, way.offsets, *leaves_of_one, None, None, *w["w13"][mine].unbind(), *w["w2"][mine].unbind())
         x = x + way.combine(way.collect(rows), probs).view(x.shape)
     logits = vocab.vocab_logits(norm.rms_norm(x, weights["norm"], EPS), _padded(weights["head"], shard), shard, **parallel)
     return vocab.vocab_logprob(logits[:-1, 0], ids[1:], shard, group=group)

@@ -51,7 +51,7 @@ def experts(x: Tensor, router: Tensor, *weights: Tensor) -> Tensor:
     ids, probs = route_tokens(router_logits(rows, router), K, normalise=True)
     plan = plan_rows(ids, 0, E)
     spread = SpreadRows.apply(rows, plan, ids, E)
-    return CombineRows.apply(ExpertMLP.apply(spread, plan.offsets, 2, 2, None, None, (), *weights), probs, plan.index, ids, E).view(x.shape)
+    return CombineRows.apply(ExpertMLP.apply(spread, plan.offsets, 2, 2, None, None, *weights), probs, plan.index, ids, E).view(x.shape)
 
 
 def block(x: Tensor, qkv: Tensor, out: Tensor, norms: Tensor, *of_experts: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def layer(rank, way, sizes, ep, etp):
     with poison():
         move = WAYS[way](ids[mine], g)
         rows = move.dispatch(move.spread(x) if way == "alltoall" else x)
-        rows = ExpertMLP.apply(rows, move.offsets, 8 // etp, 8 // etp, g.etp, None, (), *first, *second)
+        rows = ExpertMLP.apply(rows, move.offsets, 8 // etp, 8 // etp, g.etp, None, *first, *second)
         out = move.combine(move.collect(rows) if way == "alltoall" else rows, probs)
         out.backward(dout[mine])
     return [all_gather(t.detach(), dist.group.WORLD, sizes=sizes) for t in (out, x.grad, probs.grad)]

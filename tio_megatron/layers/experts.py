@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tio_megatron.collectives import all_gather, all_reduce
+from tio_megatron.collectives import all_reduce, all_to_all
 from tio_megatron.contract import ReductionTree
 from tio_megatron.kernels.combine import combine, combine_backward
 from tio_megatron.kernels.grouped import PackedExperts, grouped_dgrad, grouped_linear
 from tio_megatron.kernels.swiglu import swiglu, swiglu_backward
 from tio_megatron.layers import grads
-from tio_megatron.layers.grains import Grains, MicroBatch, cut
-from tio_megatron.layers.permute import RowPlan
+from tio_megatron.layers.grains import Grains, MicroBatch, cut, size
+from tio_megatron.layers.permute import RowPlan, chunk_order
 
 Weights = PackedExperts | Sequence[Tensor] | Tensor
 """The same projection of ``n`` experts: packed, a list of [N, K], or one [n, N, K]."""
@@ -119,39 +119,31 @@ class RowLabels:
     Args:
         labels: [R] int64, as :func:`tio_megatron.layers.grains.label` makes them.
         batch: the micro-batch.
-        spread: grains have rows on several copies of the experts; these gather their operands and share the grains out.
+        owners: [R] int64, the copy of the experts that sums each row's grain; ``None`` where no grain has rows on two copies.
     """
 
     labels: Tensor
     batch: MicroBatch
-    spread: bool
+    owners: Tensor | None = None
 
-    def gather(self, offsets: Tensor, place: tuple[int, ...], operands: Sequence[Tensor]) -> tuple[Grains, Sequence[Tensor]]:
-        """The grains that this rank owns, and the operands [R, ...] whose rows they number.
-
-        Args:
-            offsets: [n + 1] int64, rows of each local expert.
-            place: what the copies of these experts have in common (which experts, which shard of each); other ranks differ in it.
-        """
-        if not self.spread:
+    def gather(self, offsets: Tensor, operands: Sequence[Tensor]) -> tuple[Grains, Sequence[Tensor]]:
+        """The grains that this rank owns, and the operands [R, ...] whose rows they number. ``offsets`` [n + 1] int64: rows of each local expert."""
+        if self.owners is None:
             return cut(self.labels, self.batch.grain, offsets), operands
-        block = self.batch.block
-        assert block is not None
-        known = all_gather(torch.tensor([[len(self.labels), block.rank(), *place]], device=offsets.device), block).tolist()
-        sizes = [rows for rows, *_ in known]
-        copies = [at for _, at, *theirs in known if tuple(theirs) == place]
-        counts = all_gather(offsets.diff()[None], block)
+        group, experts = self.batch.copies, offsets.numel() - 1
+        copies = size(group)
+        expert = torch.arange(experts, device=offsets.device).repeat_interleave(offsets.diff(), output_size=self.owners.numel())
+        leaving = torch.bincount(self.owners * experts + expert, minlength=copies * experts).view(copies, experts)
+        coming = all_to_all(leaving, None, None, group)
+        order = torch.argsort(self.owners, stable=True)
+        sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+        sorted_by_expert = chunk_order(coming, sum(received))
 
-        def join(t: Tensor) -> Tensor:
-            parts = all_gather(t.contiguous(), block, sizes=sizes).split(sizes)
-            return torch.cat([parts[at] for at in copies])
+        def move(rows: Tensor) -> Tensor:
+            return all_to_all(rows[order], received, sent, group)[sorted_by_expert]
 
-        expert = torch.arange(counts.shape[1], device=offsets.device).repeat(len(copies))
-        expert = expert.repeat_interleave(counts[copies].reshape(-1), output_size=sum(sizes[at] for at in copies))
-        order = torch.argsort(expert, stable=True)
-        joined = torch.cat((offsets.new_zeros(1), counts[copies].sum(0).cumsum(0)))
-        grains = cut(join(self.labels)[order], self.batch.grain, joined).shared(copies.index(block.rank()), len(copies))
-        return grains, [join(t)[order] for t in operands]
+        joined = torch.cat((offsets.new_zeros(1), coming.sum(0).cumsum(0)))
+        return cut(move(self.labels), self.batch.grain, joined), [move(rows) for rows in operands]
 
 
 class ExpertMLP(torch.autograd.Function):
@@ -170,7 +162,6 @@ class ExpertMLP(torch.autograd.Function):
         dgrad_leaves: int,
         group: ProcessGroup | None,
         labels: RowLabels | None,
-        place: tuple[int, ...],
         *weights: Tensor,
     ) -> Tensor:
         """``weights`` are the ``w13`` of all local experts, then their ``w2``; the rest as :func:`expert_mlp` and :class:`RowLabels`.
@@ -180,7 +171,7 @@ class ExpertMLP(torch.autograd.Function):
         count = len(weights) // 2
         gate_up = grouped_linear(x, weights[:count], offsets, leaves=1)
         ctx.save_for_backward(x, gate_up, offsets, *weights)
-        ctx.dgrad_leaves, ctx.group, ctx.labels, ctx.place = dgrad_leaves, group, labels, place
+        ctx.dgrad_leaves, ctx.group, ctx.labels = dgrad_leaves, group, labels
         return _down(swiglu(gate_up), offsets, weights[count:], leaves, group)
 
     @staticmethod
@@ -195,10 +186,10 @@ class ExpertMLP(torch.autograd.Function):
         if any(ctx.needs_input_grad[-len(weights) :]):
             grains, operands = Grains.whole(offsets), (dgate_up, x, dy, swiglu(gate_up))
             if ctx.labels is not None:
-                grains, operands = ctx.labels.gather(offsets, ctx.place, operands)
+                grains, operands = ctx.labels.gather(offsets, operands)
             found = grads.products(weights[:count], *operands[:2], grains) + grads.products(weights[count:], *operands[2:], grains)
             dw = [one if needed else None for one, needed in zip(found, ctx.needs_input_grad[-len(weights) :], strict=True)]
-        return dx, None, None, None, None, None, None, *dw
+        return dx, None, None, None, None, None, *dw
 
 
 def _alone(group: ProcessGroup | None) -> bool:

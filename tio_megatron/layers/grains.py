@@ -2,7 +2,7 @@
 
 A grain is a run of ``contract.grain`` positions of one sample, counted from position 0 of the sample: a function of the batch alone. A rank
 may hold whole grains, or parts of them (slices of sequence parallelism, chunks of context parallelism, experts whose copies saw different
-tokens). Parts are gathered, and each grain then has one owner among the ranks that hold its rows.
+tokens). Parts are gathered, or sent to the grain's owner: each grain has one owner among the ranks that hold its rows.
 
 Legend: ``R`` rows, ``G`` grains, ``E`` weights (experts).
 """
@@ -111,6 +111,7 @@ class MicroBatch:
         tensor: the tensor-parallel group, whose ranks hold slices of the rows under sequence parallelism.
         block: both: every rank that holds a part of these samples.
         experts_over: ranks over which one copy of the experts is cut (expert-parallel size times expert-tensor-parallel size).
+        copies: the expert-data-parallel group, whose ranks hold the same part of each copy of the experts.
         padded: packed samples have padding inside.
     """
 
@@ -121,6 +122,7 @@ class MicroBatch:
     tensor: Group = None
     block: Group = None
     experts_over: int = 0
+    copies: Group = None
     padded: bool = False
     _known: dict[tuple[object, ...], object] = field(default_factory=dict)
 
@@ -184,10 +186,33 @@ class MicroBatch:
         return label(samples + (self.replica << 16), positions)
 
     @property
-    def expert_copies(self) -> int:
-        """How many copies of the experts share the rows of one micro-batch; above 1 an expert's grain may be spread over the block."""
-        block = size(self.block)
-        return 1 if not self.experts_over or self.experts_over % block == 0 else block // self.experts_over
+    def straddles(self) -> bool:
+        """Whether the rows of any micro-batch of the world reach several copies of the experts; the answer is the same on all ranks.
+
+        Blocks and copies are both runs of a pipeline stage's ranks, so every block lies inside one copy only where its size divides the copy's.
+        """
+        return self.experts_over % size(self.block) != 0
+
+    def owners(self, length: int, batch: int, slices: int = 1, part: int = 0) -> Tensor:
+        """The rank of ``copies`` that sums the grain of each of this rank's rows, [R] int64; arguments as :meth:`labels`.
+
+        A grain that reaches a single copy stays there; the others take turns over the copies that they reach.
+        """
+        key = ("owners", length, batch, slices)
+        if key not in self._known:
+            parts = [chunk for r in range(size(self.context)) for chunk in self._labels_of(r, length, batch).chunk(slices)]
+            sizes = [len(chunk) for chunk in parts]
+            copies = (self.replica * len(parts) + torch.arange(len(parts))) // self.experts_over
+            copies = copies.repeat_interleave(torch.tensor(sizes))
+            grains, of = grain_of(torch.cat(parts), self.grain).unique(return_inverse=True)
+            lowest, highest = (copies.new_zeros(len(grains)).scatter_reduce(0, of, copies, how, include_self=False) for how in ("amin", "amax"))
+            turns = lowest + torch.arange(len(grains)) % (highest - lowest + 1)
+            self._known[key] = turns[of].split(sizes)
+        found = self._known[key]
+        assert isinstance(found, tuple)
+        owners = found[rank(self.context) * slices + part]
+        assert isinstance(owners, Tensor)
+        return owners
 
 
 def size(group: Group) -> int:

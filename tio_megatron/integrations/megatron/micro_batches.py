@@ -74,6 +74,7 @@ def _make(packed_seq_params: Any, grain: int, context: Any, tensor: Any, block: 
         tensor=tensor,
         block=block,
         experts_over=parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_expert_tensor_parallel_world_size(),
+        copies=parallel_state.get_expert_data_parallel_group(),
         padded=starts is not None and not torch.equal(starts, packed_seq_params.cu_seqlens_q),
     )
 

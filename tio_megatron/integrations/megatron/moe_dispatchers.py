@@ -32,8 +32,10 @@ def row_labels(way: AllToAll | AllGather, hidden_shape: torch.Size, slices: int)
     if batch is None or not torch.is_grad_enabled():
         return None
     length, samples = hidden_shape[0] * slices, hidden_shape[1]
-    labels = batch.labels(length, samples, slices, 0 if slices == 1 else rank(batch.tensor))
-    return RowLabels(way.label(labels.to(way.ids.device)), batch, batch.expert_copies > 1 and batch.sliced(length, samples, slices)[1])
+    rows = length, samples, slices, 0 if slices == 1 else rank(batch.tensor)
+    own = [batch.labels(*rows), batch.owners(*rows)] if batch.straddles else [batch.labels(*rows)]
+    labels, *owners = way.label(torch.stack(own, 1).to(way.ids.device)).unbind(1)
+    return RowLabels(labels, batch, *owners)
 
 
 class _TwoSteps:

@@ -39,22 +39,19 @@ def run_experts(
     w13: Sequence[Parameter],
     w2: Sequence[Parameter],
     config: TransformerConfig,
-    cut_over: tuple[ProcessGroup, ProcessGroup],
+    group: ProcessGroup,
 ) -> torch.Tensor:
-    """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel group.
-
-    ``cut_over`` are the expert-parallel and the expert-tensor-parallel group.
+    """Rows [R, H] sorted by expert through their experts; complete rows on every rank of the expert-tensor-parallel ``group``.
 
     Raises:
         ValueError: the expert width, or its cut, does not fall on the contract's leaves.
         RuntimeError: no contract is applied.
     """
-    ep, group = cut_over
     contract, width = state.active(), config.moe_ffn_hidden_size
     leaves = contract.leaves_of("expert_row", width, group.size(), "experts.linear_fc2")
     dgrad_leaves = contract.leaves_of("expert_col_dgrad", width, group.size(), "experts.linear_fc1 (input gradient)")
     offsets = torch.cat((tokens_per_expert.new_zeros(1), tokens_per_expert.cumsum(0)))
-    rows: torch.Tensor = ExpertMLP.apply(x, offsets, leaves, dgrad_leaves, group, labels, (ep.rank(), group.rank()), *w13, *w2)
+    rows: torch.Tensor = ExpertMLP.apply(x, offsets, leaves, dgrad_leaves, group, labels, *w13, *w2)
     return rows
 
 
@@ -88,7 +85,7 @@ class OrderedSequentialMLP(SequentialMLP):
         """
         w13 = [expert.linear_fc1.weight for expert in self.local_experts]
         w2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, (self.ep_group, self.tp_group)), None
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, self.tp_group), None
 
 
 class _ExpertWeights(KeepsExtraState, MegatronModule):
@@ -162,7 +159,7 @@ class OrderedGroupedMLP(MegatronModule):
         In the place of ``permuted_probs`` our dispatchers hand over where the rows come from.
         """
         w13, w2 = self.linear_fc1.weights(), self.linear_fc2.weights()
-        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, (self.ep_group, self.tp_group)), None
+        return run_experts(permuted_local_hidden_states, tokens_per_expert, permuted_probs, w13, w2, self.config, self.tp_group), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed."""
