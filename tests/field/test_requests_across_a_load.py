@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tio_megatron.integrations.vllm import engine_options, push_weights  # noqa:
 from tio_megatron.testing import assert_same_bytes  # noqa: E402
 
 BEGUN, LATER = prompts((150, 70), seed=50)
+SEEDS = itertools.count(60)
 ASKED = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True, detokenize=False)
 REFUSED = "weights are not whole: a load changed them while the request was running"
 
@@ -104,8 +106,8 @@ def update_calls(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 PATHS = (load_by_rpc, load_by_function, reload, push, update_in_calls, load_the_model, load_the_model_and_reset)
 
 
-def begin(engine: Engine, steps: int) -> None:
-    engine.llm.llm_engine.add_request("begun", dict(prompt_token_ids=BEGUN), ASKED)
+def begin(engine: Engine, steps: int, prompt: list[int] = BEGUN) -> None:
+    engine.llm.llm_engine.add_request("begun", dict(prompt_token_ids=prompt), ASKED)
     for _ in range(steps):
         engine.llm.llm_engine.step()
 
@@ -118,15 +120,28 @@ def run(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_begun_request_is_refused_and_a_new_one_has_the_new_weights(engine: Engine, path) -> None:
-    """Refused while it decodes, and in the middle of its prompt; pages of older weights are not read either."""
-    for steps, new in ((6, engine.second), (1, engine.folder)):
-        begin(engine, steps)
+def test_a_decoding_request_is_refused_and_a_new_one_has_the_new_weights(engine: Engine, path) -> None:
+    """The new requests begin with the same tokens: pages of older weights are not read either."""
+    for new in (engine.second, engine.folder):
+        begin(engine, 6)
         path(engine, new)
         with pytest.raises(ValueError, match=REFUSED):
             run(engine)
         assert not engine.llm.llm_engine.has_unfinished_requests()
         engine.check(engine.generate([BEGUN, LATER], prompted=False), engine.teacher(new), what=new.name)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_in_the_middle_of_its_prompt_too(engine: Engine, path) -> None:
+    for new in (engine.second, engine.folder):
+        (prompt,) = prompts((300,), seed=next(SEEDS))
+        begin(engine, 1, prompt)  # 96 of 300 tokens
+        path(engine, new)
+        if path is load_the_model_and_reset:  # its computed tokens are forgotten before the core looks: it begins again, whole
+            assert sources(engine, scored(prompt, run(engine)[-1])) == [new.name]
+        else:
+            with pytest.raises(ValueError, match=REFUSED):
+                run(engine)
 
 
 def test_without_the_look_a_request_is_neither_of_the_two(engine: Engine) -> None:
