@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Before vLLM is imported.
-for name, value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    # Stock compiles a function that counts ranks of tokens: ten seconds for nothing.
-    "TORCHDYNAMO_DISABLE": "1",
-}.items():
-    os.environ.setdefault(name, value)
+from tests.integrations.vllm import checkpoints
+from tests.integrations.vllm.engines import Engine
 
 pytest.importorskip("vllm")
-
-from tests.integrations.vllm import checkpoints  # noqa: E402
-from tests.integrations.vllm.engines import Engine  # noqa: E402
 
 
 @pytest.fixture(scope="session")

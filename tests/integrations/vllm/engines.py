@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,18 @@ from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.vllm import engine_options, plugin, push_weights
 from tio_megatron.testing import assert_same_bytes
+
+# Before vLLM is imported: engines in this process unless a test says otherwise.
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Stock compiles a function that counts ranks of tokens: ten seconds for nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}.items():
+    os.environ.setdefault(name, value)
 
 LENGTHS = (1, 5, 64, 65, 150, 300)
 """Prompt lengths: one token, around a block of 64 keys, several chunks of 96."""

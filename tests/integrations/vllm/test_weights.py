@@ -36,13 +36,12 @@ def load_by_vllm(engine: Engine, folder: Path) -> None:
 
 
 def load_in_buckets(engine: Engine, folder: Path) -> None:
-    """As verl does: ``load_weights`` on the worker's model, bucket after bucket, then a cache reset by the caller."""
+    """As verl does: ``load_weights`` on the worker's model, bucket after bucket."""
     named = list(Checkpoint(folder).tensors())
     random.Random(0).shuffle(named)
     model = engine.model()
     for start in range(0, len(named), 7):
         model.load_weights(iter(named[start : start + 7]))
-    engine.llm.reset_prefix_cache()
 
 
 def reload_by_vllm(engine: Engine, folder: Path) -> None:
@@ -99,7 +98,6 @@ def test_any_subset_of_names(restored: Engine, moe: tuple[Path, Path], tmp_path:
     # The same by vLLM's layerwise reload, which makes new, unfilled parameters.
     load_by_vllm(restored, moe[0])
     restored.worker().reload_weights(weights_iterator=iter(list(new.items())))
-    restored.llm.reset_prefix_cache()
     restored.check(restored.generate(ASKED), mixed)
 
 

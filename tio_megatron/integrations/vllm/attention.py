@@ -11,8 +11,6 @@ import torch
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
-from tio_megatron.integrations.vllm.building import current
-from tio_megatron.integrations.vllm.pages import PageVersions
 from tio_megatron.integrations.vllm.refusals import BLOCK
 from tio_megatron.kernels.attention import attention_paged, write_pages
 
@@ -37,21 +35,18 @@ class TioAttentionBackend(CPUAttentionBackend):
 
 
 class TioAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Without stock's schedule for its own kernel; refuses pages that were written by older weights."""
+    """Without stock's schedule for its own kernel."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.block_size % BLOCK:
             raise ValueError(f"block_size {self.block_size}: use a multiple of {BLOCK}")
-        layers = self.vllm_config.compilation_config.static_forward_context
-        self.pages = PageVersions(layers[self.layer_names[0]].impl.ledger, self.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CPUAttentionMetadata:
         """The batch of one step, for every layer."""
         batch = common_attn_metadata
         if batch.causal is not True:
             raise ValueError("attention: only causal attention is covered")
-        self.pages.check(batch.slot_mapping, batch.block_table_tensor, batch.seq_lens)
         return CPUAttentionMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,
@@ -83,7 +78,6 @@ class TioAttentionImpl(CPUAttentionBackendImpl):
         found = [what for wrong, what in refused if wrong]
         if found:
             raise ValueError(f"attention: not covered: {', '.join(found)}")
-        self.ledger = current().ledger
 
     def do_kv_cache_update(self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write ``key``, ``value`` [T, kv heads, D] into their slots; slots below 0 are padding."""

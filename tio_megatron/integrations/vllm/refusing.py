@@ -1,8 +1,10 @@
-"""While weights are half loaded, an engine answers requests with an error and lives on, so that everything can be loaded again.
+"""A request whose answer would mix weights ends with an error, and the engine lives on.
 
-vLLM ends an engine whose model raises. So the model is not reached: every worker method says, with its answer, whether the weights are whole
-afterwards; the engine's core keeps that, and its next step answers the requests instead of running them. The reason travels to the front end
-in the answer's ``stop_reason`` and is raised there: HTTP 503 in a server. A paused engine (``pause_generation``) keeps its requests waiting.
+Two requests are meant: one that would run while weights are half loaded, and one that had begun when a load changed them. vLLM ends an engine
+whose model raises. So the model is not reached: every call of the workers brings back, with its answer, whether the weights are whole and how
+many loads there were; the engine's core keeps both, and its next step answers such requests instead of running them. The reason travels to the
+front end in the answer's ``stop_reason`` and is raised there: HTTP 503 in a server. A paused engine (``pause_generation``) keeps the requests
+that had not begun waiting.
 """
 
 from __future__ import annotations
@@ -16,21 +18,20 @@ from typing import Any
 from vllm import exceptions
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import run_method
 
-UPDATES = ("finish_weight_update", "reload_weights", "tio_load")
-"""Worker methods after which the keys and values in the cache belong to older weights."""
-
 _MARK = "tio_megatron: weights are not whole: "
 
+_CHANGED = "a load changed them while the request was running, so one answer would come from two sets of weights; send the request again"
 
 _GRACEFUL: Any = getattr(exceptions, "GracefulHTTPError", None)
 """What a server answers with its status; not there in vLLM 0.23, the one that vllm-ascend 0.23 is for."""
 
 
 class WeightsNotWholeError(*((_GRACEFUL,) if _GRACEFUL else ()), ValueError):
-    """A request came while weights were half loaded; the engine lives."""
+    """A request would have run on half-loaded weights, or on two sets of weights; the engine lives."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, *((HTTPStatus.SERVICE_UNAVAILABLE,) if _GRACEFUL else ()))
@@ -46,8 +47,8 @@ class Failed:
         return Failed, (RuntimeError(f"Worker failed with error '{self.error}', please check the stack trace above for the root cause"),)
 
 
-def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-    """Runs in the worker: the method's answer (or :class:`Failed`), and why the model must not run (None: it may)."""
+def answered(method: str | Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, str | None, int]:
+    """Runs in the worker: the method's answer (or :class:`Failed`), why the model must not run (None: it may), and how many loads there were."""
     try:
         answer = run_method(worker, method, args, kwargs)
     except Exception as error:
@@ -57,11 +58,11 @@ def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, 
         answer = Failed(error)
     model = getattr(getattr(worker, "model_runner", None), "model", None)
     ledger = getattr(model, "ledger", None)
-    return answer, None if ledger is None else ledger.stopped()
+    return answer, *((None, 0) if ledger is None else (ledger.stopped(), ledger.version))
 
 
 def watch_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``EngineCore.collective_rpc``: notes whether the weights are whole, and resets the prefix cache after an update.
+    """``EngineCore.collective_rpc``: notes whether the weights are whole; after a load, which requests had begun, and resets the prefix cache.
 
     Every rank answers, also when methods fail: vLLM would leave the answers of the ranks after the first that failed in their queues and take
     them for those of the next call.
@@ -70,31 +71,41 @@ def watch_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
     # vLLM reads the signature when the call comes from another process.
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not isinstance(method, str):
-            return stock(self, method, timeout, args, kwargs)
-        answers = stock(self, answered, timeout, (method, tuple(args), dict(kwargs or {})))
-        self.tio_stopped = next((why for _, why in answers if why), None)
-        for answer, _ in answers:
+        answers = stock(self, functools.partial(answered, method), timeout, tuple(args), kwargs)
+        self.tio_stopped = next((why for _, why, _ in answers if why), None)
+        loads = max(count for _, _, count in answers)
+        if loads != getattr(self, "tio_loads", 0):
+            self.tio_loads = loads
+            begun = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens or request.num_output_tokens}
+            self.tio_begun = begun | getattr(self, "tio_begun", set())
+            if not self.reset_prefix_cache(reset_running_requests=True):
+                raise ValueError(f"{method}: the prefix cache could not be reset; its keys and values belong to older weights")
+        for answer, _, _ in answers:
             if isinstance(answer, Failed):
                 raise answer.error
-        if method in UPDATES and not self.reset_prefix_cache(reset_running_requests=True):
-            raise ValueError(f"{method}: the prefix cache could not be reset; its keys and values belong to older weights")
-        return [answer for answer, _ in answers]
+        return [answer for answer, _, _ in answers]
 
     return collective_rpc
 
 
+def look(worker: Any) -> None:
+    """Nothing: :func:`answered` tells the state of the worker's weights with every answer."""
+
+
 def refuse_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``EngineCore.step``: answers requests that would run on half-loaded weights."""
+    """``EngineCore.step``: answers requests that would run on half-loaded weights or on two sets of weights."""
 
     @functools.wraps(stock)
     def step(self: Any) -> Any:
-        why = getattr(self, "tio_stopped", None)
+        if isinstance(self.model_executor, UniProcExecutor):
+            # Whoever has the worker in this process may have loaded weights without a call that passes by the core.
+            self.collective_rpc(look)
         scheduler = self.scheduler
-        if not why or scheduler.pause_state == PauseState.PAUSED_ALL:
-            return stock(self)
-        # A pause that drains runs what was begun and keeps the others waiting.
-        names = None if scheduler.pause_state == PauseState.UNPAUSED else [request.request_id for request in scheduler.running]
+        names, why = self.__dict__.pop("tio_begun", set()), _CHANGED
+        if not names and (self.__dict__.get("tio_stopped") and scheduler.pause_state != PauseState.PAUSED_ALL):
+            why = self.tio_stopped
+            # A pause that drains runs what was begun and keeps the others waiting.
+            names = None if scheduler.pause_state == PauseState.UNPAUSED else [request.request_id for request in scheduler.running]
         refused = defaultdict(list)
         for request in scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR):
             refused[request.client_index].append(request.request_id)

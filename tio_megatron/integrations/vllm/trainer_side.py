@@ -23,13 +23,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Engine(Protocol):
-    """vLLM's ``LLM``, or anything with its ``collective_rpc`` and ``reset_prefix_cache``."""
+    """vLLM's ``LLM``, or anything with its ``collective_rpc``."""
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Sequence[Any]:
         """Call a worker method on every rank."""
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached keys and values."""
 
 
 def rollout_contract(engine: Engine) -> dict[str, Any]:
@@ -122,8 +119,6 @@ def push_weights(
     finally:
         shutil.rmtree(root, ignore_errors=True)
     _call(engine, "finish_weight_update")
-    if not engine.reset_prefix_cache(reset_running_requests=True):
-        raise ValueError("push_weights: the engine did not reset its prefix cache; its keys and values belong to older weights")
     if missing and not partial:
         named = ", ".join([*missing][:5])
         raise ValueError(f"push_weights: {len(missing)} of {len(table)} tensors did not come and are as they were: {named}, ...; push all, or say partial=True")

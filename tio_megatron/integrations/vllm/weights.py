@@ -21,7 +21,7 @@ RAW_BUDGET = 256 << 20
 class Ledger:
     """What one model's layers share: which are raw, how many loads there were, and whether the weights are whole.
 
-    ``version`` counts the loads after the model first ran; keys and values computed before the last of them are stale (:mod:`.pages`).
+    ``version`` counts the loads after the model first ran; keys and values computed before the last of them are stale (:mod:`.refusing`).
     ``failed`` says that a load or an update ended half-way, ``updating`` that one is not finished: the model does not run meanwhile. Every
     tensor loaded again, in any number of loads, mends ``failed``.
     """

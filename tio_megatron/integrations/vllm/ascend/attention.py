@@ -17,8 +17,6 @@ from vllm_ascend.attention.attention_v1 import (
 )
 
 from tio_megatron.integrations.vllm.ascend.pages import one_cache
-from tio_megatron.integrations.vllm.building import current
-from tio_megatron.integrations.vllm.pages import PageVersions
 from tio_megatron.kernels.attention import attention_paged, write_pages
 
 
@@ -39,16 +37,11 @@ class TioAscendAttentionBackend(AscendAttentionBackend):
 class TioAscendAttentionMetadataBuilder(AscendAttentionMetadataBuilder):
     """vllm-ascend's description of a step, and the lengths as our kernels take them: on the host, once a step."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self.pages = PageVersions(layers[layer_names[0]].impl.ledger, kv_cache_spec.block_size)
-
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AscendMetadata:
         """The batch of one step, for every layer.
 
         Raises:
-            ValueError: attention that is not causal, or keys of older weights.
+            ValueError: attention that is not causal.
         """
         batch = common_attn_metadata
         if batch.causal is not True:
@@ -57,9 +50,6 @@ class TioAscendAttentionMetadataBuilder(AscendAttentionMetadataBuilder):
         step.tio_starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].to(torch.int32)
         step.tio_lengths = step.seq_lens_cpu[: batch.num_reqs].to(torch.int32)
         step.tio_slots = step.slot_mapping.to(torch.int64)
-        if self.pages.counts():
-            # Only after a weight update: this waits for the device.
-            self.pages.check(step.tio_slots.cpu(), step.block_tables[: batch.num_reqs].cpu(), step.tio_lengths)
         return step
 
 
@@ -80,7 +70,6 @@ class TioAscendAttentionImpl(AscendAttentionBackendImpl):
         found = [what for wrong, what in refused if wrong]
         if found:
             raise ValueError(f"attention: not covered: {', '.join(found)}")
-        self.ledger = current().ledger
         self.cache: torch.Tensor | None = None
 
     def forward(
