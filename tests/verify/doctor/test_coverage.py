@@ -204,7 +204,7 @@ def test_verls_model_and_overrides():
         ("+actor_rollout_ref.model.mtp.enable=True", "bad", "mtp.enable=True"),
         ("actor_rollout_ref.model.hf_config_path=/other", "bad", "hf_config_path='/other'"),
         ("+actor_rollout_ref.actor.megatron.router_replay.mode=R2", "bad", "router_replay.mode='R2'"),
-        ("actor_rollout_ref.rollout.top_p=0.9", "bad", "top_p=0.9"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "bad", "top_p = 0.9"),
         ("actor_rollout_ref.model.override_config={rms_norm_eps:0.01}", "bad", "override_config.rms_norm_eps=0.01"),
         ("actor_rollout_ref.model.override_config=[a]", "bad", "override_config=['a']"),
         ("+actor_rollout_ref.model.mtp={enable:True}", "bad", "mtp.enable=True"),

@@ -195,6 +195,6 @@ def test_tables_are_those_of_verl():
 
 def test_what_nobody_can_know_is_not_accused():
     """Sizes from a checkpoint's arguments, and a trainer in words beside a rollout with a dtype."""
-    run = running.trainer("megatron-lm", {"use_checkpoint_args": True, "num_layers": 3})
+    run = running.trainer("megatron-lm", {"use_checkpoint_args": True, "num_layers": 3, "norm_epsilon": 1e-6, "qk_layernorm": True})
     assert not [*between.same_model(run, model_of("Qwen3-8B"))]
     assert not [*between.same_dtype(running.trainer("words", {}), running.rollout("vllm", {"dtype": "float32"}), model_of("Qwen3-8B"))]

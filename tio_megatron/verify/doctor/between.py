@@ -89,7 +89,7 @@ def check(trainer: Running, rollout: Running, model: Model) -> Iterator[Finding]
 
 def same_model(run: Running, model: Model) -> Iterator[Finding]:
     """Sizes and constants that Megatron-LM takes from its arguments, verl's overrides lay over its own, and vLLM reads in the model's folder."""
-    if run.kind == "words" or (run.kind == "megatron-lm" and run.get("use_checkpoint_args")):
+    if run.kind == "words":
         return
     shape = model.shape
     wanted: dict[str, object] = {
@@ -108,14 +108,12 @@ def same_model(run: Running, model: Model) -> Iterator[Finding]:
         "moe_router_pre_softmax": False if shape.experts else None,
         "untie_embeddings_and_output_weights": not shape.tied,
     }
-    sizes_are_written = run.kind != "verl" and "num_layers" in run.written and "hidden_size" in run.written
-    asked = laid_over(run) if run.kind == "verl" else run.written  # verl makes all others of the model's config.json
     for name, theirs in wanted.items():
-        ours = run.get(name)
-        if ours is None or (theirs is None and name != "num_moe_experts"):
+        if name not in run or (run.kind == "verl" and name not in laid_over(run)):  # verl makes all others of the model's config.json
             continue
-        if name not in asked and not sizes_are_written:
-            continue  # the sizes come from elsewhere (a checkpoint's arguments), and so may this
+        ours = run[name]
+        if name != "num_moe_experts" and (ours is None or theirs is None):  # a size without a default: Megatron-LM asks for it
+            continue
         if ours == theirs or (isinstance(ours, int | float) and isinstance(theirs, int | float) and math.isclose(ours, theirs, rel_tol=1e-9)):
             continue
         said = f"leave {OVERRIDES}.{name} out" if run.kind == "verl" else written(run.kind, name, theirs)
@@ -211,13 +209,14 @@ def same_distribution(trainer: Running, rollout: Running, model: Model) -> Itera
         )
     cut = {name: value for name in _CUTS if (value := rollout.get(name, taken.get(name))) not in (None, -1, 0, 1, 1.0, 0.0)}
     if cut:
-        source = "" if set(cut) & rollout.written else " of the model's generation_config.json"
+        source = "" if set(cut) & rollout.written else " of the model's generation_config.json, for requests that set none"
+        processed = str(mode).startswith("processed")
         yield Finding(
-            "note",
+            "bad" if processed else "note",
             TOPIC,
-            f"rollout: {', '.join(f'{name} = {value}' for name, value in cut.items())}{source}: tokens are drawn from a cut distribution; processed "
-            "log-probabilities are of it, a trainer's are not",
-            "top_k -1 and top_p 1 for training on the samples, or logprobs_mode raw_logprobs",
+            f"rollout: {', '.join(f'{name} = {value}' for name, value in cut.items())}{source}: tokens are drawn from a cut distribution; "
+            + ("processed log-probabilities are of it, a trainer's are not" if processed else "raw log-probabilities are, like a trainer's, of the whole one"),
+            "top_k -1 and top_p 1 (--generation-config vllm)" + (", or logprobs_mode raw_logprobs" if processed else " for training on the samples"),
         )
     if rollout.kind == "verl" and not rollout.get("calculate_log_probs"):
         yield Finding(

@@ -80,7 +80,7 @@ def of_trainer(run: Running, *, plugged: bool = True) -> Iterator[Finding]:
             "unknown",
             TOPIC,
             "trainer: use_checkpoint_args = True: sizes and constants come from the checkpoint's arguments, which were not looked at",
-            "write the model's sizes as arguments too; or compare the checkpoint's with config.json",
+            "leave it out and write them as arguments; or compare the checkpoint's with config.json",
         )
 
 

@@ -135,6 +135,16 @@ MEGATRON_ARGUMENTS: dict[str, Any] = SHARED | {
 }
 """Of Megatron-LM's ``arguments.py``, before its ``validate_args`` (:func:`.running.megatron_lm` does what that does)."""
 
+FROM_CHECKPOINT = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels position_embedding_type "
+    "use_rotary_position_embeddings rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu gated_linear_unit "
+    "untie_embeddings_and_output_weights layernorm_zero_centered_gamma normalization apply_query_key_layer_scaling attention_dropout hidden_dropout "
+    "hybrid_override_pattern spec hybrid_attention_ratio hybrid_mlp_ratio num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor "
+    "is_hybrid_model heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json moe_latent_size".split()
+)
+"""What Megatron-LM's ``--use-checkpoint-args`` takes from the checkpoint's arguments (``load_args_from_checkpoint``); all others keep their defaults."""
+
 TRANSFORMER_CONFIG: dict[str, Any] = SHARED | {
     "gated_linear_unit": False,
     "num_query_groups": None,

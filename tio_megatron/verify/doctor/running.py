@@ -63,7 +63,9 @@ def trainer(kind: Kind, settings: Mapping[str, Any], left: Mapping[str, str] = M
     written = frozenset(named)
     left = {defaults.MEGATRON_NAMES.get(name, name): value for name, value in left.items()}
     if kind == "megatron-lm":
-        return Running(kind, megatron_lm({**defaults.MEGATRON_ARGUMENTS, **named}, written), written | _implied(written), left)
+        held = megatron_lm({**defaults.MEGATRON_ARGUMENTS, **named}, written)
+        taken = defaults.FROM_CHECKPOINT if named.get("use_checkpoint_args") else frozenset()
+        return Running(kind, {name: value for name, value in held.items() if name not in taken}, (written | _implied(written)) - taken, left)
     if kind == "verl":
         return Running(kind, {**defaults.VERL_TRAINER, **named}, written, left)
     return Running(kind, _query_groups({**defaults.TRANSFORMER_CONFIG, **named}), written, left)
