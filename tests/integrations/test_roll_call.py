@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tio_megatron.integrations import roll_call
-from tio_megatron.integrations.patching import Patch, author_of, install
+from tio_megatron.integrations.patching import Patch, PatchSet, author_of
 from tio_megatron.testing import run_ranks
 
 
@@ -103,11 +103,11 @@ def test_two_plug_ins_on_one_symbol(monkeypatch):
     monkeypatch.setitem(sys.modules, "stock_engine", stock)
     stock.g = stock.f
     patch = [Patch(f"stock_engine:{name}", build=lambda original: lambda: 4, why="a test") for name in ("f", "g")]
-    clean = install(patch)
-    assert clean.foreign() == {} and clean.problems() == []
+    clean = PatchSet(patch).on()
+    assert clean.shared() == {} and clean.problems() == []
     stock.g = other.g
     assert clean.problems() == ["stock_engine:g: replaced by somebody else after tio_megatron (its code is other_plugin's)"]
     stock.g = clean._replaced[1].replacement
     clean.undo()
     stock.f = other.f
-    assert install(patch).foreign() == {"stock_engine:f": "other_plugin"} and author_of(other.f) == "other_plugin"
+    assert PatchSet(patch).on().shared() == {"stock_engine:f": "other_plugin"} and author_of(other.f) == "other_plugin"

@@ -6,7 +6,6 @@ silence. Holds no arithmetic; names no engine.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -20,13 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tio_megatron.integrations import roll_files, switch_names
+from tio_megatron.integrations import releases, roll_files, switch_names
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TIO_START_SECONDS"
 SECONDS = 300.0
 """How long workers wait for each other at start when the variable is not set."""
+
+ABSENT = "not installed"
+"""The version of a checkout that is only on the path."""
 
 COMPARED = ("python", "tio_megatron", "torch", "engine", "contract", "kernels", "vocab_size", "symbols")
 """What must be the same in all workers."""
@@ -42,7 +44,6 @@ def answer(
     vocab_size: int | None = None,
     through: str = "tio_megatron",
     shared: Mapping[str, str] | None = None,
-    distributions: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What this process says of itself; plain data.
 
@@ -55,16 +56,15 @@ def answer(
         vocab_size: true vocabulary, where the engine must be told.
         through: who holds the patches.
         shared: symbols that somebody else patches too, and who.
-        distributions: names under which the engine is published, the installed one counts.
     """
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "tio_megatron": version("tio_megatron"),
-        "torch": version("torch"),
-        "engine": f"{engine} {version(*distributions, engine)}",
+        "tio_megatron": releases.installed("tio_megatron") or ABSENT,
+        "torch": releases.installed("torch") or ABSENT,
+        "engine": f"{engine} {releases.installed(engine) or ABSENT}",
         "contract": contract,
         "kernels": kernels,
         "vocab_size": vocab_size,
@@ -74,16 +74,6 @@ def answer(
         "problems": list(problems),
         "switches": switch_names.read(),
     }
-
-
-def version(*names: str) -> str:
-    """Of the first that is installed. A checkout that is only on the path has none."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def meet(mine: Mapping[str, Any], ranks: Sequence[int], seconds: float | None = None) -> list[dict[str, Any]]:

