@@ -19,7 +19,7 @@ from examples.qwen3_moe.options import Options
 from tio_megatron import kernels
 from tio_megatron.contract import Contract
 from tio_megatron.integrations import releases
-from tio_megatron.integrations.megatron.environments import differences
+from tio_megatron.integrations.handshake import unusual
 
 if TYPE_CHECKING:
     from examples.qwen3_moe.rl_options import RlOptions
@@ -77,7 +77,7 @@ def require(world: World, options: Options | RlOptions | ConsistencyOptions) -> 
     bad = [rank for rank, theirs in enumerate(everyone) if _BAD in theirs]
     if len(bad) == len(everyone):
         return  # nobody differs, and rank 0 is about to say it
-    lines = [f"rank {rank}: {everyone[rank][_BAD]}" for rank in bad] or differences(everyone, range(len(everyone)))
+    lines = [f"rank {rank}: {everyone[rank][_BAD]}" for rank in bad] or unusual(everyone, [f"rank {rank}" for rank in range(len(everyone))])
     if lines:
         raise InputProblem(f"the ranks were not started for the same job: {'; '.join(lines[:8])}")
 

@@ -46,11 +46,11 @@ def test_undo_restores_every_symbol():
 
 
 def test_cpu_device_restores_every_symbol():
-    before = symbols(cpu_device._patches())
+    before = symbols(cpu_device._table())
     with cpu_device.enabled():
         assert torch.cuda.current_device() == torch.device("cpu")
         cpu_device.enable()
-    after = symbols(cpu_device._patches())
+    after = symbols(cpu_device._table())
     assert all(after[target] is before[target] for target in before)
     assert "cuda" not in vars(torch.Tensor)
 
@@ -202,4 +202,4 @@ def test_importing_the_package_imports_no_megatron():
 
 
 def test_every_patch_says_why():
-    assert all(patch.why for patch in [*all_patches(), *cpu_device._patches()])
+    assert all(patch.why for patch in [*all_patches(), *cpu_device._table()])

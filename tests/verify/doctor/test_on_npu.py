@@ -192,7 +192,7 @@ def test_a_worker_that_has_started_was_judged_by_its_start():
 
 def test_the_releases_of_an_npus_rollout_are_those_of_vllm_ascend(monkeypatch):
     here = {"torch": "2.10.0", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "megatron-core": "0.16.1", "torch-npu": "2.10.0"}
-    monkeypatch.setattr(versions, "installed", lambda names: next((here[name] for name in names if name in here), None))
+    monkeypatch.setattr(versions.releases, "installed", here.get)
 
     def bad(device):
         return {finding.what.split()[0] for finding in versions.check(device=device) if finding.level == "bad"}

@@ -16,7 +16,6 @@ from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, CheckpointError, damaged_files, tensor_table, unlisted_files
 from tio_megatron.contract import ModelShape
 from tio_megatron.integrations.megatron import state as in_force
-from tio_megatron.integrations.megatron.environments import environment
 from tio_megatron.integrations.megatron.grad_sums import ParameterSum, sums_of
 from tio_megatron.integrations.megatron.optimizer_state import KINDS
 from tio_megatron.integrations.megatron.pieces import tensor_names
@@ -35,6 +34,7 @@ from tio_megatron.integrations.megatron.resume_fields import (
     tensor_kinds,
     training_fields,
 )
+from tio_megatron.integrations.megatron.workers import this_worker
 
 Value = TypeVar("Value")
 MODEL = "model"
@@ -127,7 +127,7 @@ def local_state(
         "training": training_fields(model),
         "schedule": schedule_fields(schedule),
         "optimizer": optimizer_fields(optimizer, schedule),
-        "written": {"layout": layout(), "versions": environment()},
+        "written": {"layout": layout(), "versions": _versions()},
         "largest": _largest(model, config.shape),
         "groups": list(group_rows(optimizer, schedule)),
         "kinds": {name: kind for name, kind in tensor_kinds(model, optimizer, config.shape).items() if kind != PLAIN},
@@ -324,3 +324,9 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(prefix: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     dot = f"{prefix}." if prefix else ""
     return [f"{dot}{name}: {ours.get(name)} / {theirs.get(name)}" for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+
+
+def _versions() -> dict[str, str]:
+    """What wrote a checkpoint, for whoever reads it later."""
+    mine = this_worker()
+    return {name: str(mine[name]) for name in ("tio_megatron", "torch", "engine", "kernels")} | {"packages": ", ".join(mine["packages"])}

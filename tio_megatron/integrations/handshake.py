@@ -1,11 +1,12 @@
-"""Every worker of a job says at start what it runs, and hears the others: a worker in which the plug-in did not load is named by all that have it.
+"""The handshake: every worker of a job publishes one record of what it runs and reads the others'; one without the plug-in is named by all.
 
-Answers go through the job's key-value store, never through a collective: a worker without the plug-in would not take part, and the rest would wait in
+Records go through the job's key-value store, never through a collective: a worker without the plug-in would not take part, and the rest would wait in
 silence. Holds no arithmetic; names no engine.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tio_megatron.integrations import releases, roll_files, switch_names
+from tio_megatron.integrations import handshake_files, releases, switch_names
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,21 @@ SECONDS = 300.0
 ABSENT = "not installed"
 """The version of a checkout that is only on the path."""
 
-COMPARED = ("python", "tio_megatron", "torch", "engine", "contract", "kernels", "vocab_size", "symbols")
+COMPARED = ("python", "tio_megatron", "torch", "engine", "packages", "contract", "kernels", "vocab_size", "symbols")
 """What must be the same in all workers."""
 
+_TAKEN_WHERE_FOUND = {
+    "numpy": "numpy",
+    "apex": "apex",
+    "amp_C": "amp_C",
+    "transformer_engine": "transformer-engine",
+    "mindspeed": "mindspeed",
+    "torch_npu": "torch-npu",
+}
+"""Packages from which an engine takes numbers where it can import them: name to import, and of the distribution."""
 
-def answer(
+
+def record(
     engine: str,
     *,
     contract: str,
@@ -65,6 +76,7 @@ def answer(
         "tio_megatron": releases.installed("tio_megatron") or ABSENT,
         "torch": releases.installed("torch") or ABSENT,
         "engine": f"{engine} {releases.installed(engine) or ABSENT}",
+        "packages": packages(),
         "contract": contract,
         "kernels": kernels,
         "vocab_size": vocab_size,
@@ -76,21 +88,32 @@ def answer(
     }
 
 
+def packages() -> list[str]:
+    """Those packages that an engine takes numbers from where it can import them, each with its version."""
+    return [f"{module} {releases.installed(name) or 'without a version'}" for module, name in _TAKEN_WHERE_FOUND.items() if _importable(module)]
+
+
+def _importable(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
+
+
 def meet(mine: Mapping[str, Any], ranks: Sequence[int], seconds: float | None = None) -> list[dict[str, Any]]:
-    """Leave this worker's answer for the others, and hear theirs.
+    """Leave this worker's record for the others, and hear theirs.
 
     Args:
-        mine: of :func:`answer`.
+        mine: of :func:`record`.
         ranks: global ranks that share a sum with this one, this one included.
         seconds: to wait; ``TIO_START_SECONDS`` or :data:`SECONDS` by default.
 
     Returns:
-        The answers of ``ranks``, in their order.
+        The records of ``ranks``, in their order.
 
     Raises:
-        ValueError: in every worker that is here: who did not answer, who runs something else, whose patches are not in force; and what to change.
+        ValueError: in every worker that is here: who did not record, who runs something else, whose patches are not in force; and what to change.
     """
-    roll_files.leave(mine, ranks)
+    handshake_files.leave(mine, ranks)
     if not dist.is_initialized() or len(ranks) < 2:
         return _judged([dict(mine)], [])
     limit = wait_seconds() if seconds is None else seconds
@@ -104,7 +127,7 @@ def meet(mine: Mapping[str, Any], ranks: Sequence[int], seconds: float | None = 
             theirs = _heard(store, _key(mine["engine"], rank), left)
             if theirs is not None:
                 found[rank] = theirs
-            # An answer of an earlier contract may lie there still: its worker is about to leave another.
+            # An record of an earlier contract may lie there still: its worker is about to leave another.
             if theirs is None or not _differs(mine, theirs) or time.monotonic() >= min(deadline, deadline - limit + 5.0):
                 break
             time.sleep(0.05)
@@ -133,35 +156,53 @@ def wait_seconds() -> float:
     return value
 
 
-def differences(answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each worker whose answer differs from that of most, and for each problem that a worker has itself."""
+def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each worker whose record differs from that of most, and for each problem that a worker has itself."""
+    lines = [
+        f"{line}; give every worker the same packages and TIO_CONTRACT"
+        for line in unusual([{field: record[field] for field in COMPARED} for record in records], [who(record) for record in records])
+    ]
+    return lines + [f"{who(record)}: {line}" for record in records for line in record["problems"]]
+
+
+def unusual(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """One line for each value that differs from what most ``records`` have in that field; of a list, what it has more and fewer.
+
+    Args:
+        records: one for each process.
+        names: what to call the processes.
+
+    >>> unusual([{"a": 1}, {"a": 2}, {"a": 1}], ["rank 0", "rank 1", "rank 2"])
+    ['rank 1: a is 2, elsewhere 1']
+    """
     lines = []
-    for field in COMPARED:
-        values = [_shown(answer[field]) for answer in answers]
-        usual = Counter(values).most_common(1)[0][0]  # the first worker's where two are equally common
-        for answer, value in zip(answers, values, strict=True):
-            if value != usual:
-                what = f"{field} is {value}, elsewhere {usual}"
-                if field == "symbols":
-                    theirs = next(set(other["symbols"]) for other in answers if _shown(other["symbols"]) == usual)
-                    only, lacks = sorted(set(answer["symbols"]) - theirs), sorted(theirs - set(answer["symbols"]))
-                    what = f"other symbols are patched than elsewhere (more: {only or 'none'}; fewer: {lacks or 'none'})"
-                lines.append(f"{who(answer)}: {what}; give every worker the same packages and TIO_CONTRACT")
-    return lines + [f"{who(answer)}: {line}" for answer in answers for line in answer["problems"]]
+    for field in dict.fromkeys(field for record in records for field in record):
+        values = [record.get(field, "not there") for record in records]
+        common = Counter(map(str, values)).most_common(1)[0][0]  # the first process's where two are equally common
+        usual = next(value for value in values if str(value) == common)
+        for name, value in zip(names, values, strict=True):
+            if str(value) == common:
+                continue
+            if isinstance(value, list) and isinstance(usual, list):
+                more, fewer = sorted(set(value) - set(usual)), sorted(set(usual) - set(value))
+                lines.append(f"{name}: other {field} than elsewhere (more: {', '.join(more) or 'none'}; fewer: {', '.join(fewer) or 'none'})")
+            else:
+                lines.append(f"{name}: {field} is {value}, elsewhere {usual}")
+    return lines
 
 
-def who(answer: Mapping[str, Any]) -> str:
+def who(record: Mapping[str, Any]) -> str:
     """How a worker is called in messages."""
-    return f"rank {answer['rank']} (process {answer['pid']} on {answer['host']})"
+    return f"rank {record['rank']} (process {record['pid']} on {record['host']})"
 
 
-def _judged(answers: list[dict[str, Any]], missing: list[str]) -> list[dict[str, Any]]:
-    lines = missing + (differences(answers) if answers else [])
+def _judged(records: list[dict[str, Any]], missing: list[str]) -> list[dict[str, Any]]:
+    lines = missing + (differences(records) if records else [])
     if lines:
         raise ValueError("tio_megatron is not in force in every worker:\n  " + "\n  ".join(lines))
-    mine = answers[0]
-    logger.info("%d of %d workers: contract %s, %d symbols", len(answers), len(answers), mine["contract"], len(mine["symbols"]))
-    return answers
+    mine = records[0]
+    logger.info("%d of %d workers: contract %s, %d symbols", len(records), len(records), mine["contract"], len(mine["symbols"]))
+    return records
 
 
 def _differs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -178,8 +219,4 @@ def _heard(store: Any, key: str, seconds: float) -> dict[str, Any] | None:
 
 
 def _key(engine: str, rank: int) -> str:
-    return f"tio_megatron/roll_call/{engine.partition(' ')[0]}/{rank}"
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, list) else str(value)
+    return f"tio_megatron/handshake/{engine.partition(' ')[0]}/{rank}"
