@@ -20,6 +20,7 @@ from tio_megatron.integrations.mindspeed.install import install as install_throu
 from tio_megatron.integrations.mindspeed.manager import ADAPTOR
 from tio_megatron.integrations.patching import PatchSet
 from tio_megatron.layers import grads
+from tio_megatron.layers.gradient_sums import ToSums
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,7 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     _install()
     _wait_for_mindspeed()
     if versions.present():
-        from tio_megatron.integrations.megatron.grad_sums import IntegerSums
-
-        grads.use(IntegerSums())
+        grads.use(ToSums())
     state.enter(session)
     if not mindspeed.present():  # its manager lets both have the symbol
         _tell_of_others()
