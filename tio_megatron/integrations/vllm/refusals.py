@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tio_megatron.contract import Contract, Layout, ModelShape
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.vllm import refused_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-BLOCK = 64
+BLOCK = FAMILIES["cpu"].fields["kv_block"]
 """Keys in one block of the attention walk; a page holds whole blocks."""
 
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
