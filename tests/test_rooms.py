@@ -136,6 +136,49 @@ def test_order_tests_compare_bytes():
     assert not wrong, "a tolerance belongs below tests/accuracy"
 
 
+def imported(known: dict[str, Path]) -> dict[str, set[str]]:
+    """For each module of ``known`` (dotted name, file) those that it imports, imports inside functions and for types included."""
+    found = {}
+    for name, path in known.items():
+        names = {longest for full in imports(path) for longest in (full, full.rpartition(".")[0]) if longest in known}
+        found[name] = {one for one in names if one != name and not any(other.startswith(f"{one}.") for other in names)}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Modules that import each other, directly or through others: the strongly connected parts of ``graph`` that have several modules."""
+
+    def reached(start: str) -> set[str]:
+        seen, ahead = set[str](), [start]
+        while ahead:
+            for name in graph[ahead.pop()] - seen:
+                seen.add(name)
+                ahead.append(name)
+        return seen
+
+    after = {name: reached(name) for name in graph}
+    return sorted({tuple(sorted({name, *(other for other in after[name] if name in after[other])})) for name in graph if name in after[name]})
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "tio_megatron" else ("tio_megatron", *parts))
+
+
+def test_no_modules_import_each_other():
+    assert not circles(imported({dotted(path): path for path in modules()}))
+
+
+def test_a_circle_is_seen(tmp_path):
+    """Negative control: a circle of three, one of its imports inside a function."""
+    texts = {"p.a": "from p import b\n", "p.b": "import p.c\n", "p.c": "def f():\n    from p.a import x\n", "p.d": "from p import a\n"}
+    known = {name: tmp_path / f"{name}.py" for name in texts}
+    for name, text in texts.items():
+        known[name].write_text(text)
+    assert circles(imported(known)) == [("p.a", "p.b", "p.c")]
+
+
 def test_this_test_can_fail(tmp_path):
     """Negative control: the reader sees imports inside functions, with and without a name."""
     bad = tmp_path / "bad.py"

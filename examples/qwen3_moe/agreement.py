@@ -18,7 +18,8 @@ from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.options import Options
 from tio_megatron import kernels
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron.environments import differences, version_of
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.handshake import unusual
 
 if TYPE_CHECKING:
     from examples.qwen3_moe.rl_options import RlOptions
@@ -53,7 +54,7 @@ def facts(given: Options | RlOptions | ConsistencyOptions) -> dict[str, str]:
 
 def _program(contract: Contract) -> dict[str, str]:
     version = kernels.version(contract.family)
-    found = {name: version_of(name) for name in (*early.SUPPORTED, "numpy")} | {"python": platform.python_version()}
+    found = {name: releases.installed(name) or "not installed" for name in (*early.SUPPORTED, "numpy")} | {"python": platform.python_version()}
     found |= {name: os.environ.get(name, "not set") for name in SAME}
     return found | {"kernel family": contract.family, "kernels": version, "contract": contract.fingerprint(version)}
 
@@ -76,7 +77,7 @@ def require(world: World, options: Options | RlOptions | ConsistencyOptions) -> 
     bad = [rank for rank, theirs in enumerate(everyone) if _BAD in theirs]
     if len(bad) == len(everyone):
         return  # nobody differs, and rank 0 is about to say it
-    lines = [f"rank {rank}: {everyone[rank][_BAD]}" for rank in bad] or differences(everyone, range(len(everyone)))
+    lines = [f"rank {rank}: {everyone[rank][_BAD]}" for rank in bad] or unusual(everyone, [f"rank {rank}" for rank in range(len(everyone))])
     if lines:
         raise InputProblem(f"the ranks were not started for the same job: {'; '.join(lines[:8])}")
 

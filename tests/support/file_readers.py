@@ -294,7 +294,7 @@ def _read_model(folder: Path) -> None:
 
 
 def _answers(folder: Path) -> None:
-    answer = {"tio_roll_call": 1, "job": "vllm-1", "time": 1.5, "ranks": [0, 1], "pid": 7, "host": "a", "python": "3.11.2", "tio_megatron": "0.9"}
+    answer = {"tio_handshake": 1, "job": "vllm-1", "time": 1.5, "ranks": [0, 1], "pid": 7, "host": "a", "python": "3.11.2", "tio_megatron": "0.9"}
     answer |= {"torch": "2.13", "engine": "vllm 0.32.0", "contract": "c", "kernels": "cpu-1", "vocab_size": None, "through": "tio_megatron"}
     answer |= {"symbols": ["a:b"], "shared": {"a:b": "other"}, "problems": ["a:b is gone"], "switches": {"NCCL_ALGO": "Ring"}}
     for rank in range(2):

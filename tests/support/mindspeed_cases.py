@@ -85,7 +85,7 @@ def symbols() -> dict[str, Any]:
 def apply() -> Any:
     """apply(), and the functions that look at it."""
     import tio_megatron
-    from tio_megatron.integrations.megatron import apply as applied
+    from tio_megatron.integrations.megatron import state as applied
 
     tio_megatron.apply(vocab_size=700)
     return applied

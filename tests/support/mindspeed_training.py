@@ -11,6 +11,7 @@ import tiny_megatron
 import torch
 
 from tio_megatron.contract import Layout
+from tio_megatron.integrations.megatron import state
 from tio_megatron.testing.ranks import run_ranks
 
 LAYOUT = Layout(dp=2)
@@ -34,7 +35,7 @@ def _rank(rank: int, setup: tiny_megatron.Setup, before: Callable[[], Any] | Non
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from tio_megatron.checkpoint import Checkpoint
-    from tio_megatron.integrations.megatron import apply, cpu_device
+    from tio_megatron.integrations.megatron import cpu_device
     from tio_megatron.integrations.megatron.weights import export_weights
 
     # For good: MindSpeed replaces some of the same functions of torch.cuda.
@@ -43,7 +44,7 @@ def _rank(rank: int, setup: tiny_megatron.Setup, before: Callable[[], Any] | Non
         if before is not None:
             before()
         if setup.ordered:
-            assert apply.problems() == [], apply.problems()
+            assert state.problems() == [], state.problems()
         model = tiny_megatron.ddp(tiny_megatron.build(setup, checkpoint), overlap_grad_reduce=True, use_distributed_optimizer=True)
         config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True, clip_grad=1.0, params_dtype=torch.bfloat16)
         optimizer = get_megatron_optimizer(config, [model])

@@ -38,7 +38,7 @@ def main(folder: str, older: str | None) -> dict[str, Any]:
 
     from tio_megatron.checkpoint import Checkpoint
     from tio_megatron.contract import Contract
-    from tio_megatron.integrations.vllm import parts, plugin
+    from tio_megatron.integrations.vllm import in_force, parts
 
     if older is not None:
         parts.chosen = _npu_parts
@@ -47,7 +47,7 @@ def main(folder: str, older: str | None) -> dict[str, Any]:
 
     from tio_megatron.integrations.vllm import scoped
 
-    plugin._contract = Contract()
+    in_force.enter(Contract(), None)
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as place:
         init_distributed_environment(1, 0, f"file://{place}/meet", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)

@@ -31,7 +31,7 @@ def doctor(
     module: Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Import this first, as the run does; may be repeated.")] = None,
     workers: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Look at the workers of a job that was started with TIO_ROLL_CALL=FOLDER, running or ended, and at nothing else."),
+        typer.Option(metavar="FOLDER", help="Look at the workers of a job that was started with TIO_HANDSHAKE=FOLDER, running or ended, and at nothing else."),
     ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:

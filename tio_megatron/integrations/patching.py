@@ -8,11 +8,13 @@ import by value keeps its old meaning there, so such a name is patched where it 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.integrations.megatron.versions import RELEASES
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.import_hook import ImportHook
 
 _ABSENT = object()
 
@@ -31,7 +33,7 @@ class Patch:
         why: why this symbol is the place.
         stock: what stays stock around it.
         may_be_absent: the symbol need not exist; undo then deletes it. ``build`` is given ``None``.
-        supported: the package and release that has the symbol there.
+        supported: the package and the releases that have the symbol there.
         binds: packages whose symbol the owner itself binds there, where it finds them: theirs is no patch of somebody's.
     """
 
@@ -40,7 +42,7 @@ class Patch:
     why: str
     stock: str = ""
     may_be_absent: bool = False
-    supported: str = f"megatron-core {', '.join(RELEASES)}"
+    supported: str = releases.described("megatron-core")
     binds: tuple[str, ...] = ()
 
     def owner(self) -> tuple[Any, str]:
@@ -74,19 +76,57 @@ class _Replaced:
     replacement: Any
 
 
-class Installed:
-    """Patches in force; :meth:`undo` puts every original back."""
+class PatchSet:
+    """Patches that are on or off together in this process.
 
-    def __init__(self) -> None:
+    Args:
+        patches: makes them, each time they are switched on; or the patches themselves.
+        on_import: patches of a module that is not imported yet wait until somebody imports it. Without it their modules are imported.
+            Megatron-LM's ``megatron.training``, DeepSpeed and verl are there in some processes alone and take long to import.
+    """
+
+    through = "tio_megatron"
+
+    def __init__(self, patches: Callable[[], Iterable[Patch]] | Iterable[Patch], *, on_import: bool = False) -> None:
+        self._patches, self._on_import = patches, on_import
         self._replaced: list[_Replaced] = []
+        self._hooks: dict[str, ImportHook] = {}
+        self.is_on = False
+        """Whether the patches are in force, or wait for their modules."""
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The symbols replaced, in the order of replacement."""
+        """The symbols replaced by now, in the order of replacement."""
         return tuple(entry.patch.target for entry in self._replaced)
 
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Modules that are not imported yet."""
+        return tuple(self._hooks)
+
+    def on(self) -> PatchSet:
+        """Put every patch in force, or none: all symbols are looked up before the first is replaced. Harmless when on.
+
+        Raises:
+            MovedSymbolError: a symbol is not where the supported release has it. In a module that is imported later the same error ends its import.
+        """
+        if self.is_on:
+            return self
+        waiting: dict[str, list[Patch]] = {}
+        now = []
+        for patch in self._patches() if callable(self._patches) else self._patches:
+            module = patch.target.partition(":")[0]
+            if self._on_import and module not in sys.modules:
+                waiting.setdefault(module, []).append(patch)
+            else:
+                now.append(patch)
+        self._replace(now)
+        self._hooks = {module: ImportHook(module, after=lambda module=module: self._arrived(module, waiting[module])) for module in waiting}
+        self.is_on = True
+        return self
+
     def problems(self) -> list[str]:
-        """One line for each patch that is not in force in this process; empty when all are."""
+        """One line for each patch that went in and is not in force any more; empty when all are."""
         found = []
         for entry in self._replaced:
             now = vars(entry.owner).get(entry.name, _ABSENT)
@@ -95,7 +135,7 @@ class Installed:
                 found.append(f"{entry.patch.target}: replaced by somebody else after tio_megatron" + (f" (its code is {author}'s)" if author else ""))
         return found
 
-    def foreign(self) -> dict[str, str]:
+    def shared(self) -> dict[str, str]:
         """Symbols that held somebody else's code before ours, and whose: two plug-ins patch one symbol. What torch put there counts as the owner's."""
         found = {}
         for entry in self._replaced:
@@ -105,7 +145,7 @@ class Installed:
         return found
 
     def undo(self) -> None:
-        """Restore every symbol, last replaced first. Harmless when called again.
+        """Restore every symbol, last replaced first, and wait no longer. Harmless when off.
 
         Raises:
             RuntimeError: somebody has replaced a symbol after us; theirs must be undone first. Nothing is restored then.
@@ -113,12 +153,33 @@ class Installed:
         for entry in self._replaced:
             if vars(entry.owner).get(entry.name, _ABSENT) is not entry.replacement:
                 raise RuntimeError(f"{entry.patch.target} was replaced by somebody else after tio_megatron; undo that first")
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
         while self._replaced:
             entry = self._replaced.pop()
             if entry.original is _ABSENT:
                 delattr(entry.owner, entry.name)
             else:
                 setattr(entry.owner, entry.name, entry.original)
+        self.is_on = False
+
+    def _arrived(self, module: str, patches: Sequence[Patch]) -> None:
+        del self._hooks[module]
+        self._replace(patches)
+
+    def _replace(self, patches: Iterable[Patch]) -> None:
+        found = []
+        for patch in patches:
+            owner, name = patch.owner()
+            original = vars(owner).get(name, _ABSENT)
+            if original is _ABSENT and not patch.may_be_absent:
+                raise MovedSymbolError(patch._moved(f"no {name}"))
+            found.append((patch, owner, name, original))
+        built = [_Replaced(patch, owner, name, original, patch.build(None if original is _ABSENT else original)) for patch, owner, name, original in found]
+        for entry in built:
+            setattr(entry.owner, entry.name, entry.replacement)
+            self._replaced.append(entry)
 
 
 def author_of(value: Any) -> str:
@@ -132,24 +193,3 @@ def author_of(value: Any) -> str:
     names = getattr(code, "__globals__", None)
     module = names.get("__name__") if isinstance(names, dict) else getattr(code, "__module__", None)
     return str(module or "").partition(".")[0]
-
-
-def install(patches: Iterable[Patch]) -> Installed:
-    """Replace every symbol, or none: all symbols are looked up before the first is replaced.
-
-    Raises:
-        MovedSymbolError: a symbol is not where the supported version has it.
-    """
-    found = []
-    for patch in patches:
-        owner, name = patch.owner()
-        original = vars(owner).get(name, _ABSENT)
-        if original is _ABSENT and not patch.may_be_absent:
-            raise MovedSymbolError(patch._moved(f"no {name}"))
-        found.append((patch, owner, name, original))
-    built = [_Replaced(patch, owner, name, original, patch.build(None if original is _ABSENT else original)) for patch, owner, name, original in found]
-    installed = Installed()
-    for entry in built:
-        setattr(entry.owner, entry.name, entry.replacement)
-        installed._replaced.append(entry)
-    return installed

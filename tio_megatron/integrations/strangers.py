@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
+
+from tio_megatron.integrations import releases
 
 
 def unrelated_apex() -> str | None:
@@ -23,11 +24,7 @@ def unrelated_apex() -> str | None:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if any((folder / name).exists() for folder in folders for name in ("optimizers", "optimizers.py")):
         return None
-    try:
-        version = f"apex {importlib.metadata.version('apex')}"
-    except importlib.metadata.PackageNotFoundError:
-        version = "apex"
-    return f"{version} in {Path(spec.origin).parent}"
+    return f"{' '.join(['apex', *filter(None, [releases.installed('apex')])])} in {Path(spec.origin).parent}"
 
 
 def apex_warning() -> str | None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tio_megatron.contract import ReductionTree
+from tio_megatron.contract.families import FAMILIES
 
-CHAIN = 256
+CHAIN = FAMILIES["cpu"].fields["chain"]
 """Terms of one chain inside a leaf of a product."""
-ROW_CHAIN = 32
+ROW_CHAIN = FAMILIES["cpu"].fields["row_chain"]
 """Terms of one chain in a sum along a row or over rows (norm, gradient of a probability): one long chain errs more than torch does."""
-ROUTER_CHAIN = 8
+ROUTER_CHAIN = FAMILIES["cpu"].fields["router_chain"]
 """The same for the router's sum over experts."""
 
 

@@ -335,10 +335,10 @@ def test_weights_that_are_gathered_late_are_saved_as_they_are(tmp_path):
 def half_added(rank, recipe, root):
     training = Training(recipe, parse("tp1"), CONTRACT)
     parameter = next(training.model.parameters())
-    parameter.tio_sum.terms = 1
+    parameter.tio_sum.partials = 1
     with pytest.raises(CheckpointError, match="gradients are being added up .*save between two steps"):
         training.save(root)
-    parameter.tio_sum.terms = 0
+    parameter.tio_sum.partials = 0
     with pytest.raises(CheckpointError, match="position: only JSON's types can be saved"):
         train_state.save_training(root, training.model, training.optimizer, None, training.config, step=0, position={"at": {1}})
     training.close()

@@ -6,7 +6,7 @@ import torch
 import tio_megatron
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Cuts, Layout
-from tio_megatron.integrations import roll_call, roll_files
+from tio_megatron.integrations import handshake, handshake_files
 from tio_megatron.integrations.megatron import workers
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
@@ -22,7 +22,7 @@ def building(folder, rank_main, monkeypatch, seconds="3"):
     """What each of two ranks' attempt to build a model says."""
     from tiny_megatron import Setup, build, running
 
-    monkeypatch.setenv(roll_call.VARIABLE, seconds)
+    monkeypatch.setenv(handshake.VARIABLE, seconds)
 
     def work(rank):
         setup = Setup(folder, Layout(tp=2, etp=2, sp=True), ordered=False)
@@ -47,7 +47,7 @@ def apply(cuts=8):
 
 
 def test_a_rank_that_did_not_apply_is_named(folder, monkeypatch, tmp_path):
-    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(handshake_files.VARIABLE, str(tmp_path))
     said = building(folder, lambda rank: apply() if rank == 0 else None, monkeypatch)
     assert "rank 1: tio_megatron did not load there" in said[0] and "TIO_CONTRACT in its own environment" in said[0]
     (finding,) = [finding for finding in of_workers(tmp_path).findings if finding.level == "bad"]
@@ -75,7 +75,7 @@ def test_a_rank_in_which_somebody_patched_over_ours_is_named_by_both(folder, mon
 
 
 def test_every_rank_answers(folder, monkeypatch, tmp_path):
-    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(handshake_files.VARIABLE, str(tmp_path))
 
     def main(rank):
         apply()
@@ -88,7 +88,7 @@ def test_every_rank_answers(folder, monkeypatch, tmp_path):
     found = of_workers(tmp_path, contract="1").findings
     assert "2 of 2 workers run contract" in found[0].what and not [finding for finding in found if finding.level == "bad"]
     assert [finding for finding in of_workers(tmp_path, contract='{"cuts": {"attn_row": 4}}').findings if finding.level == "bad"]
-    monkeypatch.delenv(roll_files.VARIABLE)
+    monkeypatch.delenv(handshake_files.VARIABLE)
     (alone,) = workers.all_workers()
     assert alone["contract"] == "none" and "nothing is applied in this process" in alone["problems"][0]
 

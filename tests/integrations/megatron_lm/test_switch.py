@@ -10,11 +10,10 @@ import pytest
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.late_patches import LatePatches
 from tio_megatron.integrations.megatron import state
 from tio_megatron.integrations.megatron_lm import defaults, options, start, yaml_files
 from tio_megatron.integrations.megatron_lm.options import Options
-from tio_megatron.integrations.patching import MovedSymbolError, Patch
+from tio_megatron.integrations.patching import MovedSymbolError, Patch, PatchSet
 
 
 @pytest.mark.parametrize("module", [options, start])
@@ -149,12 +148,12 @@ def patch(name="answer", value=2):
 
 
 def test_a_patch_waits_for_its_module(later):
-    first, second = LatePatches([patch()]), LatePatches([patch("asked", 3)])
-    assert first.waiting == ("comes_later:answer",) and not first.targets and "comes_later" not in sys.modules
+    first, second = PatchSet([patch()], on_import=True).on(), PatchSet([patch("asked", 3)], on_import=True).on()
+    assert first.waits_for == ("comes_later",) and not first.targets and "comes_later" not in sys.modules
     module = importlib.import_module("comes_later")
     assert module.answer() == 2 and module.asked() == 3
     assert module.__spec__.loader is module.__loader__ and type(module.__loader__).__module__ == "_frozen_importlib_external"
-    assert first.targets == ("comes_later:answer",) and not first.waiting and not first.problems()
+    assert first.targets == ("comes_later:answer",) and not first.waits_for and not first.problems()
     module.answer = None
     assert first.problems() == ["comes_later:answer: replaced by somebody else after tio_megatron"]
     with pytest.raises(RuntimeError, match="replaced by somebody else"):
@@ -165,7 +164,7 @@ def test_a_patch_waits_for_its_module(later):
 
 def test_nothing_waits_after_undo(later):
     before = list(sys.meta_path)
-    late = LatePatches([patch()])
+    late = PatchSet([patch()], on_import=True).on()
     late.undo()
     late.undo()
     assert sys.meta_path == before and importlib.import_module("comes_later").answer() == 1
@@ -173,14 +172,14 @@ def test_nothing_waits_after_undo(later):
 
 def test_a_module_that_is_there_is_patched_at_once(later):
     module = importlib.import_module("comes_later")
-    late = LatePatches([patch()])
+    late = PatchSet([patch()], on_import=True).on()
     assert module.answer() == 2
     late.undo()
     assert module.answer() == 1
 
 
 def test_a_symbol_that_moved_ends_the_import(later):
-    late = LatePatches([patch("gone")])
+    late = PatchSet([patch("gone")], on_import=True).on()
     try:
         with pytest.raises(MovedSymbolError, match="comes_later:gone is not there .*supports comes_later 1"):
             importlib.import_module("comes_later")

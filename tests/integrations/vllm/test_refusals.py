@@ -14,6 +14,7 @@ import torch
 from tests.integrations.vllm import checkpoints
 from tests.integrations.vllm.engines import Engine
 from tio_megatron.contract import Contract, Cuts
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.vllm import engine_options, plugin, refusals, rollout_contract
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
@@ -193,7 +194,7 @@ def test_another_architecture_is_refused(config: Any) -> None:
 
 
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(refusals.SUPPORTED, "vllm", "0.33.0")
+    monkeypatch.setitem(releases.SUPPORTED, "vllm", ("0.33.0",))
     with pytest.raises(ImportError, match=r"vllm 0.32.0 is installed; tio_megatron supports vllm 0.33.0"):
         refusals.check_versions()
 

@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("worker, environ", [("argument", {}), ("environment", {"TIO_CONTRACT": "1"})])
 def test_every_worker_answers(folder, worker, environ, tmp_path):
-    status, found, said = start(folder, 2, worker, TIO_ROLL_CALL=str(tmp_path), **environ)
+    status, found, said = start(folder, 2, worker, TIO_HANDSHAKE=str(tmp_path), **environ)
     assert status == 0, said
     assert not bad(tmp_path) and "2 of 2 workers run contract" in of_workers(tmp_path, contract="1").findings[0].what
     assert [one["rank"] for one in found] == [0, 1] and len({one["pid"] for one in found}) == 2
@@ -70,7 +70,7 @@ def test_every_worker_answers(folder, worker, environ, tmp_path):
 
 @pytest.mark.full
 def test_a_worker_without_the_plug_in_ends_the_start_and_is_named(folder, tmp_path):
-    status, found, said = start(folder, 2, "off_worker.OffWorker", TIO_START_SECONDS="8", TIO_ROLL_CALL=str(tmp_path))
+    status, found, said = start(folder, 2, "off_worker.OffWorker", TIO_START_SECONDS="8", TIO_HANDSHAKE=str(tmp_path))
     assert status != 0 and found is None
     assert "rank 1: tio_megatron did not load there" in said, said[-3000:]
     (finding,) = bad(tmp_path)
@@ -78,7 +78,7 @@ def test_a_worker_without_the_plug_in_ends_the_start_and_is_named(folder, tmp_pa
 
 
 def test_a_real_worker_leaves_its_answer(folder, tmp_path):
-    status, found, said = start(folder, 1, "environment", VLLM_ENABLE_V1_MULTIPROCESSING="0", TIO_CONTRACT="1", TIO_ROLL_CALL=str(tmp_path))
+    status, found, said = start(folder, 1, "environment", VLLM_ENABLE_V1_MULTIPROCESSING="0", TIO_CONTRACT="1", TIO_HANDSHAKE=str(tmp_path))
     assert status == 0 and len(found) == 1, said[-3000:]
     assert not bad(tmp_path) and "1 of 1 workers run contract" in of_workers(tmp_path, contract="1").findings[0].what
 

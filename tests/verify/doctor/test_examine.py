@@ -56,10 +56,10 @@ def test_a_release_that_nobody_tested_is_named(monkeypatch):
     lock = dict(line.split(" ")[0].split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line and line[0] not in "#-")
     assert all(lock[package] in known for package, known in versions.TESTED.items() if package in lock) and "transformers" in lock
     assert not [*versions.untested()]
-    monkeypatch.setattr(versions, "installed", lambda names: {"transformers": "6.0.0", "verl": "0.9.0"}.get(names[0]))
+    monkeypatch.setattr(versions.releases, "installed", {"transformers": "6.0.0", "verl": "0.9.0"}.get)
     found = {finding.what.split()[0]: finding for finding in versions.untested()}
     assert set(found) == {"transformers", "verl"} and found["transformers"].works == "transformers 5.19.0"
-    monkeypatch.setattr(versions, "installed", lambda names: "9.9.9" if names[0] != "triton" else None)
+    monkeypatch.setattr(versions.releases, "installed", lambda name: "9.9.9" if name != "triton" else None)
     bad = {finding.what.split()[0] for finding in versions.check() if finding.level == "bad"}
     assert {"torch", "megatron-core", "vllm"} <= bad
 

@@ -13,8 +13,9 @@ from tio_megatron.cli import app
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
 from tio_megatron.contract.families import FAMILIES
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.npu_switches import SWITCHES
-from tio_megatron.integrations.vllm.ascend import refusals, seam
+from tio_megatron.integrations.vllm.ascend import refusals
 from tio_megatron.kernels import npu_family
 from tio_megatron.verify.doctor import examine, families, fit, model_of, on_npu, running, settings, switches, versions
 
@@ -191,7 +192,7 @@ def test_a_worker_that_has_started_was_judged_by_its_start():
 
 def test_the_releases_of_an_npus_rollout_are_those_of_vllm_ascend(monkeypatch):
     here = {"torch": "2.10.0", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "megatron-core": "0.16.1", "torch-npu": "2.10.0"}
-    monkeypatch.setattr(versions, "installed", lambda names: next((here[name] for name in names if name in here), None))
+    monkeypatch.setattr(versions.releases, "installed", here.get)
 
     def bad(device):
         return {finding.what.split()[0] for finding in versions.check(device=device) if finding.level == "bad"}
@@ -201,7 +202,7 @@ def test_the_releases_of_an_npus_rollout_are_those_of_vllm_ascend(monkeypatch):
     assert bad("npu") == {"torch", "vllm"} and bad("cpu") == set()
     del here["vllm-ascend"]
     assert bad("npu") == set() and any("vllm-ascend is not installed" in one.what for one in versions.check(device="npu"))
-    assert seam.SUPPORTED["vllm"] == "0.23.0"
+    assert releases.ON_ASCEND["vllm"] == ("0.23.0",)
 
 
 @pytest.mark.parametrize("model, level", [("Qwen3-32B", "bad"), ("Qwen3-8B", "ok")])

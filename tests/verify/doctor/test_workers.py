@@ -9,24 +9,24 @@ from typer.testing import CliRunner
 
 from tio_megatron.cli import app
 from tio_megatron.contract import Contract
-from tio_megatron.integrations import roll_call, roll_files, switch_names
+from tio_megatron.integrations import handshake, handshake_files, switch_names
 from tio_megatron.testing import run_ranks
 from tio_megatron.verify.doctor import of_workers, workers
 
 
 def one(**changed):
     fields = dict(contract="c0", kernels="cpu-1", symbols=["a:b"], problems=[], distributions=("torch",))
-    return roll_call.answer("megatron-core", **(fields | changed))
+    return handshake.record("megatron-core", **(fields | changed))
 
 
 def job(folder, monkeypatch, rank_main=lambda rank: one(), ranks=3):
     """What the ranks of one job leave, without starting them."""
     name = f"megatron-core-{uuid.uuid4().hex}"
     with monkeypatch.context() as patched:
-        patched.setenv(roll_files.VARIABLE, str(folder))
-        patched.setattr(roll_files, "_job", lambda engine: name)
+        patched.setenv(handshake_files.VARIABLE, str(folder))
+        patched.setattr(handshake_files, "_job", lambda engine: name)
         for rank in range(ranks):
-            roll_files.leave(rank_main(rank) | {"rank": rank}, range(ranks))
+            handshake_files.leave(rank_main(rank) | {"rank": rank}, range(ranks))
 
 
 def bad(folder, **options):
@@ -34,25 +34,25 @@ def bad(folder, **options):
 
 
 def test_ranks_that_meet_are_one_job_and_the_one_that_left_no_answer_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path / "w"))
-    monkeypatch.setenv(roll_call.VARIABLE, "2")
+    monkeypatch.setenv(handshake_files.VARIABLE, str(tmp_path / "w"))
+    monkeypatch.setenv(handshake.VARIABLE, "2")
 
     def work(rank):
-        roll_call.meet(one(), range(3))
+        handshake.meet(one(), range(3))
         dist.barrier()
         if rank != 1:  # stock: it knows nothing of us
-            monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path / "lame"))
+            monkeypatch.setenv(handshake_files.VARIABLE, str(tmp_path / "lame"))
             with pytest.raises(ValueError, match="not in force in every worker"):
-                roll_call.meet(one(contract="c1"), range(3))
+                handshake.meet(one(contract="c1"), range(3))
         dist.barrier()
 
     run_ranks(3, work)
     found = workers.read(tmp_path / "w")
     assert [answer["rank"] for answer in found] == [0, 1, 2] and len({answer["job"] for answer in found}) == 1
     assert not bad(tmp_path / "w") and "3 of 3 workers run contract c0" in of_workers(tmp_path / "w").findings[0].what
-    assert not [path for path in (tmp_path / "w").iterdir() if not path.name.endswith(roll_files.SUFFIX)], "a half-written file was left"
+    assert not [path for path in (tmp_path / "w").iterdir() if not path.name.endswith(handshake_files.SUFFIX)], "a half-written file was left"
     (finding,) = bad(tmp_path / "lame")
-    assert "no answer from rank 1 of 3" in finding.what and "runtime_env" in finding.works and "TIO_ROLL_CALL" in finding.works
+    assert "no answer from rank 1 of 3" in finding.what and "runtime_env" in finding.works and "TIO_HANDSHAKE" in finding.works
 
 
 @pytest.mark.parametrize("changed", [{"contract": "c1"}, {"kernels": "cpu-2"}, {"symbols": ["a:b", "a:c"]}, {"vocab_size": 7}, {"problems": ["m:f: replaced"]}])
@@ -107,11 +107,11 @@ def test_no_secret_is_written(monkeypatch):
 
 def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert roll_files.leave(one(), [0]) is None and not list(tmp_path.iterdir())
+    assert handshake_files.leave(one(), [0]) is None and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(roll_files.VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="TIO_ROLL_CALL=.*cannot be written.*or unset it"):
-        roll_files.leave(one(), [0])
+    monkeypatch.setenv(handshake_files.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="TIO_HANDSHAKE=.*cannot be written.*or unset it"):
+        handshake_files.leave(one(), [0])
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def zero_norm(original: Callable[..., Any]) -> Callable[..., Any]:
             piece
             for group in range(len(self.bit16_groups))
             for piece, parameter in zip(self.averaged_gradients[group], self.params_in_partition[group], strict=False)
-            if not parameter.tio_micro_sum.place.copied
+            if not parameter.tio_sum.place.copied
         ]
         return torch.tensor(norm_of([(mine, None)]), dtype=torch.float64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.deepspeed.versions import DEEPSPEED, check
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.patching import Patch
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -40,7 +40,7 @@ def deepspeed_patches() -> list[Patch]:
         ("deepspeed.inference.engine:InferenceEngine.__init__", "engine:prepare_inference", "init_inference has no other seam"),
     )
     # contextlib's: no_sync is a context manager by its decorator
-    return [Patch(target, _late(where), why=why, supported=f"deepspeed {DEEPSPEED}", binds=("contextlib",)) for target, where, why in rows]
+    return [Patch(target, _late(where), why=why, supported=releases.described("deepspeed"), binds=("contextlib",)) for target, where, why in rows]
 
 
 def _late(where: str) -> Callable[[Any], Any]:
@@ -49,7 +49,8 @@ def _late(where: str) -> Callable[[Any], Any]:
     def build(original: Any) -> Any:
         import importlib
 
-        check()
+        releases.require("torch")
+        releases.require("deepspeed")
         module, _, name = where.partition(":")
         return getattr(importlib.import_module(f"{HERE}.{module}"), name)(original)
 

@@ -7,7 +7,7 @@ rows), partials are added as integers, and the sum is divided once, by the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tio_megatron.contract.grid import Grid
-from tio_megatron.integrations.megatron.grad_refusals import BadGradient
 from tio_megatron.kernels.embedding import embedding_backward
-from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
+from tio_megatron.kernels.integer_sum import IntegerSum, add_rows, untouched_zeros, value
 from tio_megatron.layers import grads
-from tio_megatron.layers.grains import Grains, rank
-from tio_megatron.layers.integer_sums import add_over
+from tio_megatron.layers.gradient_sums import BadGradient, ParameterSum, ToSums, add_over, sum_of
+from tio_megatron.layers.grains import rank
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,21 @@ class Place:
         return not self.copied and rank(self.held or self.micro_batches) == 0
 
 
-class ParameterSum:
-    """The sum of one parameter and what it has to remember between steps.
-
-    ``largest`` is the largest partial assumed for the next step (``R`` of the contract). ``partials`` counts those that this rank added.
-    """
+class MicroBatchSum(ParameterSum):
+    """The sum of one parameter over micro-batches. ``place``: who shares it."""
 
     def __init__(self, name: str, parameter: Tensor, place: Place, grid: Grid) -> None:
         """``parameter`` of any shape, on this rank."""
-        self.name, self.parameter, self.place, self.grid = name, parameter, place, grid
-        self.largest = 0.0
-        self.hook: Any = None
         shape = tuple(parameter.shape) if parameter.dim() == 2 else (1, parameter.numel())
         device = parameter.device
         low, high = torch.zeros(shape, dtype=torch.int64, device=device), untouched_zeros(shape, device=device)
-        self.sums = IntegerSum(low, high, torch.zeros(1, device=device), grid.unit(0.0), grid.split_of(0.0))
-        self.partials = 0
+        super().__init__(name, parameter, IntegerSum(low, high, torch.zeros(1, device=device), grid.unit(0.0), grid.split_of(0.0)), grid)
+        self.place = place
+        self.hook: Any = None
 
-    @property
-    def uses_second(self) -> bool:
-        """Whether any partial (of any rank, once the peaks are agreed on) went to the second integer."""
-        return self.grid.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
+    def add_rows(self, dy: Tensor, ids: Tensor) -> None:
+        """The rows of this micro-batch at their places in the table, as one partial."""
+        self.add(embedding_backward(dy, ids, self.parameter.shape[0], 0))
 
     def add(self, partial: Tensor) -> None:
         """One partial, of the parameter's shape; fp32 or bf16."""
@@ -95,57 +88,6 @@ class ParameterSum:
         self.partials = 0
 
 
-class PerMicroBatch:
-    """The sink of :mod:`tio_megatron.layers.grads` for parameters of a DeepSpeed engine; others go where they went before."""
-
-    def __init__(self) -> None:
-        self.others: grads.Sink = grads.ToAutograd()
-
-    def products(self, weights: Sequence[Tensor], dy: Tensor, x: Tensor, grains: Grains) -> list[Tensor | None]:
-        """Adds the products of the rows to the sums of the weights."""
-        found = [sum_of(weight) for weight in weights]
-        mine = [p for p in found if p is not None]
-        if len(mine) < len(found):
-            return self.others.products(weights, dy, x, grains)
-        add_products([p.sums for p in mine], dy, x, starts=grains.starts, of=grains.of, order=grains.order)
-        for p, count in zip(mine, grains.of.diff().tolist(), strict=True):
-            p.partials += count
-        return [None] * len(mine)
-
-    def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:
-        """Adds the rows of this micro-batch at their places in the table, as one partial."""
-        found = sum_of(weight)
-        if found is None:
-            return self.others.rows(weight, dy, ids)
-        found.add(embedding_backward(dy, ids, weight.shape[0], 0))
-        return None
-
-    def norm(self, weight: Tensor, dy: Tensor, x: Tensor, eps: float, total: Tensor) -> Tensor | None:
-        """Adds each row's term."""
-        found = sum_of(weight)
-        if found is None:
-            return self.others.norm(weight, dy, x, eps, total)
-        s = found.sums
-        add_norm_terms(IntegerSum(s.low.view(-1), s.high.view(-1), s.peak, s.unit, s.split), dy, x, eps)
-        found.partials += len(dy)
-        return None
-
-
-def sum_of(parameter: Tensor) -> ParameterSum | None:
-    """The sum of a parameter that an engine trains under a contract."""
-    return getattr(parameter, "tio_micro_sum", None)
-
-
-def take_gradients() -> None:
-    """Send gradients of an engine's parameters to their sums from now on. Harmless when called again."""
-    sink = PerMicroBatch()
-    before = grads.use(sink)
-    if isinstance(before, PerMicroBatch):
-        grads.use(before)
-    else:
-        sink.others = before
-
-
 class GradientSums:
     """The sums of all parameters that one engine trains.
 
@@ -157,15 +99,15 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor, Place, Grid]], micro_batches: int, here: int, refuse_run: Callable[[], None]) -> None:
-        self.parameters = [ParameterSum(*one) for one in parameters]
+        self.parameters = [MicroBatchSum(*one) for one in parameters]
         self.micro_batches, self.here, self.seen = micro_batches, here, 0
         for p in self.parameters:
             before = sum_of(p.parameter)
-            if before is not None and before.hook is not None:
+            if isinstance(before, MicroBatchSum) and before.hook is not None:
                 before.hook.remove()  # of an earlier engine on the same model
-            p.parameter.tio_micro_sum = p  # type: ignore[attr-defined]
+            p.parameter.tio_sum = p  # type: ignore[attr-defined]
             p.hook = p.parameter.register_post_accumulate_grad_hook(_taker(p, refuse_run))
-        take_gradients()
+        grads.use(ToSums())
 
     def settle(self) -> dict[int, Tensor]:
         """After the last micro-batch of a step: the gradients, fp32, by ``id`` of the parameter. A collective over the world.
@@ -184,7 +126,7 @@ class GradientSums:
             )
         self._agree_on_peaks()
         self._refuse_bad()
-        by_group: dict[int, tuple[Any, list[ParameterSum]]] = {}
+        by_group: dict[int, tuple[Any, list[MicroBatchSum]]] = {}
         for p in self.parameters:
             by_group.setdefault(id(p.place.micro_batches), (p.place.micro_batches, []))[1].append(p)
         for group, members in by_group.values():
@@ -221,19 +163,11 @@ class GradientSums:
             p.reset()
 
 
-def _problem(p: ParameterSum) -> str | None:
-    s, peak = p.sums, float(p.sums.peak)
-    ranks = p.place.micro_batches.size() if p.place.micro_batches is not None else 1
-    if not peak < float("inf"):
-        return f"{p.name}: NaN or infinite"
-    if peak >= (bound := p.grid.bound(s.unit, s.split)):
-        return f"{p.name}: {peak:.3g}, at least {bound:.3g}"
-    if p.partials * ranks > (capacity := p.grid.capacity(s.split)):
-        return f"{p.name}: {p.partials} partial sums on each of {ranks} ranks, more than {capacity} in all"
-    return None
+def _problem(p: MicroBatchSum) -> str | None:
+    return p.problem(p.place.micro_batches.size() if p.place.micro_batches is not None else 1)
 
 
-def _taker(p: ParameterSum, refuse_run: Callable[[], None]) -> Callable[[Tensor], None]:
+def _taker(p: MicroBatchSum, refuse_run: Callable[[], None]) -> Callable[[Tensor], None]:
     """What autograd has summed of one micro-batch is a partial; nothing is left for DeepSpeed to add up."""
 
     def take(parameter: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tio_megatron import kernels
-from tio_megatron.integrations import roll_call
+from tio_megatron.integrations import handshake
 from tio_megatron.integrations.deepspeed.state import session
 
 logger = logging.getLogger(__name__)
@@ -17,12 +17,12 @@ _WORKS = "apply tio_megatron last (import tio_megatron.auto after the other pack
 
 
 def this_worker() -> dict[str, Any]:
-    """What this rank runs; see :func:`.roll_call.answer`."""
-    from tio_megatron.integrations.megatron.apply import patched, problems
+    """What this rank runs; see :func:`.handshake.record`."""
+    from tio_megatron.integrations.megatron.state import patched, problems
 
     how, setting = patched(), session()
     version = "none" if setting is None else kernels.version(setting.contract.family)
-    return roll_call.answer(
+    return handshake.record(
         "deepspeed",
         contract="none" if setting is None else setting.contract.fingerprint(version),
         kernels=version,
@@ -43,4 +43,4 @@ def meet() -> None:
         logger.warning(
             "%s is %s's, and tio_megatron patches it too: ours is in force, and what %s does there may not happen. Take that patch out", symbol, other, other
         )
-    roll_call.meet(mine, range(dist.get_world_size()) if dist.is_initialized() else [0])
+    handshake.meet(mine, range(dist.get_world_size()) if dist.is_initialized() else [0])

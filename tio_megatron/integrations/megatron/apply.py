@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,23 +11,21 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting, read
-from tio_megatron.integrations import devices, mindspeed, strangers
+from tio_megatron.integrations import devices, mindspeed, releases, strangers
 from tio_megatron.integrations.deepspeed.patches import deepspeed_patches
-from tio_megatron.integrations.deepspeed.versions import present as deepspeed_present
-from tio_megatron.integrations.late_patches import LatePatches
+from tio_megatron.integrations.import_hook import ImportHook
 from tio_megatron.integrations.megatron import state, versions
 from tio_megatron.integrations.megatron_lm.patches import training_patches
-from tio_megatron.integrations.mindspeed import late
-from tio_megatron.integrations.mindspeed.install import ThroughMindSpeed
 from tio_megatron.integrations.mindspeed.install import install as install_through_mindspeed
-from tio_megatron.integrations.patching import Installed, install
+from tio_megatron.integrations.mindspeed.manager import ADAPTOR
+from tio_megatron.integrations.patching import PatchSet
 from tio_megatron.layers import grads
+from tio_megatron.layers.gradient_sums import ToSums
 
 logger = logging.getLogger(__name__)
 
-_installed: Installed | ThroughMindSpeed | None = None
-_training: LatePatches | None = None
-"""What waits for Megatron-LM's own scripts and for DeepSpeed, or is in force in them."""
+_mindspeed: ImportHook | None = None
+"""Waits for MindSpeed, which must find stock symbols when it patches; ours lie on top of its own."""
 
 
 class Applied:
@@ -82,15 +81,12 @@ def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, 
     warning = strangers.apex_warning()
     if warning is not None:
         logger.warning(warning)
-    versions.check(needed=not deepspeed_present())
+    versions.check(needed=releases.installed("deepspeed") is None)
     devices.load(session.contract.family)
     _install()
-    # verl imports us first. MindSpeed must find stock symbols, and ours lie on top of its own.
-    late.watch(before=_remove, after=_install)
+    _wait_for_mindspeed()
     if versions.present():
-        from tio_megatron.integrations.megatron.grad_sums import IntegerSums
-
-        grads.use(IntegerSums())
+        grads.use(ToSums())
     state.enter(session)
     if not mindspeed.present():  # its manager lets both have the symbol
         _tell_of_others()
@@ -103,8 +99,9 @@ def undo() -> None:
     Raises:
         RuntimeError: somebody replaced one of our symbols after us.
     """
-    _remove()
-    late.leave()
+    state.remove_patches()
+    if _mindspeed is not None:
+        _mindspeed.remove()
     grads.use(grads.ToAutograd())
     if versions.present():
         from tio_megatron.integrations.megatron import micro_batches
@@ -113,29 +110,16 @@ def undo() -> None:
     state.leave()
 
 
-def problems() -> list[str]:
-    """Why the contract is not in force in this process: one line for each patch of ours that is not there, by its symbol. Empty when all is well.
-
-    A worker asks this after everything that patches has run (MindSpeed's ``repatch``, for instance).
-    """
-    if _installed is None:
-        return ["nothing is applied in this process: call tio_megatron.apply(), or import tio_megatron.auto with TIO_CONTRACT set"]
-    return _installed.problems() + (_training.problems() if _training is not None else [])
-
-
-def patched() -> dict[str, Any]:
-    """How the contract is in force in this process, for reports: ``through`` whom, the ``symbols``, and those ``shared`` with MindSpeed."""
-    if _installed is None:
-        return {"through": None, "symbols": [], "shared": {}}
-    symbols = sorted([*_installed.targets, *(_training.targets if _training is not None else ())])
-    if isinstance(_installed, ThroughMindSpeed):
-        return {"through": "MindSpeed's patch manager", "symbols": symbols, "shared": _installed.shared()}
-    return {"through": "tio_megatron", "symbols": symbols, "shared": _installed.foreign() | (_training.foreign() if _training is not None else {})}
+def _wait_for_mindspeed() -> None:
+    """verl imports ``tio_megatron.auto`` when it is itself imported, and MindSpeed's adaptor only in its workers."""
+    global _mindspeed
+    if not mindspeed.present() and importlib.util.find_spec("mindspeed") is not None:
+        _mindspeed = ImportHook(ADAPTOR, before=state.remove_patches, after=_install, failed=_install)
 
 
 def _tell_of_others() -> None:
     """A warning for each symbol that two plug-ins patch: ours lies on top, and what the other does there may be gone."""
-    for symbol, other in patched()["shared"].items():
+    for symbol, other in state.patched()["shared"].items():
         logger.warning(
             "%s is %s's, and tio_megatron patches it too: ours is in force, and what %s does there may not happen. Take that patch out, or import "
             "tio_megatron.auto before it to have it refused",
@@ -146,32 +130,21 @@ def _tell_of_others() -> None:
 
 
 def _install() -> None:
-    global _installed, _training
-    _training = LatePatches([*training_patches(), *deepspeed_patches()])
+    waiting = PatchSet([*training_patches(), *deepspeed_patches()], on_import=True).on()
     try:
-        _installed = _into_megatron() if versions.present() else Installed()
+        into_megatron = _into_megatron() if versions.present() else PatchSet(()).on()
     except BaseException:
-        _training.undo()
-        _training = None
+        waiting.undo()
         raise
+    state.put(into_megatron, waiting)
 
 
-def _into_megatron() -> Installed | ThroughMindSpeed:
+def _into_megatron() -> state.Patches:
     # The classes that models are built of, too: they are subclasses of stock's, which MindSpeed may replace later.
     from tio_megatron.integrations.megatron import build  # noqa: F401
     from tio_megatron.integrations.megatron.patches import all_patches
 
-    return install_through_mindspeed(all_patches()) if mindspeed.present() else install(all_patches())
-
-
-def _remove() -> None:
-    global _installed, _training
-    if _training is not None:
-        _training.undo()
-        _training = None
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    return install_through_mindspeed(all_patches()) if mindspeed.present() else PatchSet(all_patches).on()
 
 
 def _setting(contract: Contract | Mapping[str, Any] | str | Path | None, vocab_size: int | None) -> Setting:

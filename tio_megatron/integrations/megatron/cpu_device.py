@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tio_megatron.integrations.megatron import state
-from tio_megatron.integrations.patching import Installed, Patch, install
+from tio_megatron.integrations.patching import Patch, PatchSet
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,6 @@ _LITERAL_CUDA = (
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "tensor", "zeros", "zeros_like")
 
-_installed: Installed | None = None
-
 
 def enable() -> None:
     """Let megatron-core run on this CPU. Harmless when called again.
@@ -51,28 +49,24 @@ def enable() -> None:
         RuntimeError: a CUDA device is present, which this module would hide; or a contract is applied already.
         MovedSymbolError: another version of megatron-core is installed.
     """
-    global _installed
-    if _installed is not None:
+    if _patches.is_on:
         return
     if state.session() is not None:
         raise RuntimeError("cpu_device: a contract is applied already, and these patches would lie on top of its own; enable the device first")
     if torch.cuda.is_available():
         raise RuntimeError("cpu_device: a CUDA device is present; hide it (CUDA_VISIBLE_DEVICES=) before asking megatron-core to run on the CPU")
-    _installed = install(_patches())
+    _patches.on()
 
 
 def disable() -> None:
     """Restore every symbol. Harmless when not enabled."""
-    global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    _patches.undo()
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """:func:`enable` for the length of a block; leaves it on if it was on before."""
-    was = _installed is not None
+    was = _patches.is_on
     enable()
     try:
         yield
@@ -240,7 +234,7 @@ def _splits_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _patches() -> list[Patch]:
+def _table() -> list[Patch]:
     """Every symbol that stands in the way of a CPU."""
     host_torch = _HostTorch()
     cuda = "never reached on a CPU build except by megatron-core, which takes CUDA for granted"
@@ -281,3 +275,6 @@ def _patches() -> list[Patch]:
         Patch("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__", _under_cuda_type_names, why="sorts parameters by type name"),
     ]
     return patches
+
+
+_patches = PatchSet(_table)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from tio_megatron.integrations.megatron import micro_batches
-from tio_megatron.integrations.megatron.grad_sums import BufferSums, Groups, ParameterSum, Works, add_over, reduce_bucket, settle, sums_of
+from tio_megatron.integrations.megatron.grad_sums import BufferPart, BufferSums, Groups, Works, add_parts, reduce_bucket, settle, sums_of
 from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
 from tio_megatron.integrations.megatron.optimizer_refusals import check_ddp
 from tio_megatron.integrations.patching import Patch
@@ -205,7 +205,7 @@ def sum_over_tensor(original: Callable[..., None]) -> Callable[..., None]:
         averaged = [p.name for p in _parameters(model) if getattr(p.parameter, "average_gradients_across_tp_domain", False)]
         if averaged:
             raise ValueError(f"average_gradients_across_tp_domain of {averaged[0]} is not supported")
-        add_over([p for p in _parameters(model) if groups.sums_over_tensor(p)], groups.tensor)
+        add_parts([p for p in _parameters(model) if groups.sums_over_tensor(p)], groups.tensor)
 
     return _allreduce_non_tensor_model_parallel_grads
 
@@ -221,7 +221,7 @@ def finish(original: Callable[..., None]) -> Callable[..., None]:
         groups = _groups(config, None, embd_group)
         tied = _tied(model, groups.embedding)
         if tied is not None:
-            add_over([tied], groups.embedding)
+            add_parts([tied], groups.embedding)
         settle(model, tied, groups)
 
     return _allreduce_word_embedding_grads
@@ -233,7 +233,7 @@ def _built_by_us(module: Any) -> bool:
     return hasattr(module, "tio_setting")
 
 
-def _parameters(model: Sequence[Any]) -> list[ParameterSum]:
+def _parameters(model: Sequence[Any]) -> list[BufferPart]:
     return [p for sums in sums_of(model) for p in sums.parameters]
 
 
@@ -247,7 +247,7 @@ def _groups(config: Any, tensor: Any = None, embedding: Any = None) -> Groups:
     )
 
 
-def _tied(model: Sequence[Any], group: Any) -> ParameterSum | None:
+def _tied(model: Sequence[Any], group: Any) -> BufferPart | None:
     """The embedding that the first and the last stage both hold, if this rank is one of them."""
     if group is None or group.size() == 1 or torch.distributed.get_rank() not in torch.distributed.get_process_group_ranks(group):
         return None
@@ -255,5 +255,5 @@ def _tied(model: Sequence[Any], group: Any) -> ParameterSum | None:
     inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     if not inner.share_embeddings_and_output_weights:
         return None
-    found: ParameterSum = inner.shared_embedding_or_output_weight().tio_sum
+    found: BufferPart = inner.shared_embedding_or_output_weight().tio_sum
     return found

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tio_megatron.collectives import wire
-
-if TYPE_CHECKING:
-    from tio_megatron.integrations.megatron.grad_sums import Groups, ParameterSum
-
-
-class BadGradient(ArithmeticError):
-    """A gradient that cannot be summed; raised on all ranks. Weights, optimizer and what the sums remember are as before the step."""
+from tio_megatron.layers.gradient_sums import BadGradient
 
 
 @dataclass
@@ -32,16 +26,19 @@ class Seen:
     weighted: bool = False
 
 
-def refuse_bad_step(parameters: Sequence[ParameterSum], seen: Sequence[Seen], groups: Groups) -> None:
+def refuse_bad_step(foreign: Sequence[str], bad: Sequence[str], seen: Sequence[Seen]) -> None:
     """The same error on all ranks of the world if any of them has seen something wrong; all of them call this.
+
+    Args:
+        foreign: names of this rank's parameters whose gradient came from elsewhere.
+        bad: what is wrong with this rank's partials, one line each.
+        seen: of this rank's buffers.
 
     Raises:
         ValueError: a loss function returned no count of tokens, or the whole batch has none.
         RuntimeError: a gradient came from a layer that is not ours.
         BadGradient: a partial is NaN, infinite or too large, or there are too many.
     """
-    foreign = [p.name for p in parameters if p.foreign]
-    bad = list(_bad(parameters, groups))
     losses, counted = sum(one.losses for one in seen), [count for one in seen for count in one.tokens]
     tokens = sum(int(count.sum()) for count in counted)
     weighted = any(one.weighted for one in seen)
@@ -66,19 +63,6 @@ def refuse_bad_step(parameters: Sequence[ParameterSum], seen: Sequence[Seen], gr
             f"this step's gradients cannot be used ({_everywhere(bad)}). Nothing was changed: "
             "call zero_grad_buffer(), and skip the batch or lower the learning rate"
         )
-
-
-def _bad(parameters: Sequence[ParameterSum], groups: Groups) -> Iterator[str]:
-    for p in parameters:
-        peak, home = float(p.sums.peak), p.home()
-        assert home is not None
-        ranks = home.buffer.data_parallel_group.size() * (groups.tensor.size() if groups.sums_over_tensor(p) else 1)
-        if not peak < float("inf"):
-            yield f"{p.name}: NaN or infinite"
-        elif peak >= (bound := p.grid.bound(p.sums.unit, p.sums.split)):
-            yield f"{p.name}: {peak:.3g}, at least {bound:.3g}"
-        elif p.terms * ranks > (capacity := p.grid.capacity(p.sums.split)):
-            yield f"{p.name}: {p.terms} partial sums on each of {ranks} ranks, more than {capacity} in all"
 
 
 def _everywhere(lines: Sequence[str]) -> str:

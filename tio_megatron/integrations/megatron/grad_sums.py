@@ -19,35 +19,18 @@ from torch import Tensor
 
 from tio_megatron.contract.grid import PRODUCTS, ROWS, TERMS, Grid
 from tio_megatron.integrations.megatron.grad_refusals import Seen, refuse_bad_step
-from tio_megatron.kernels.integer_sum import IntegerSum, add_norm_terms, add_products, add_rows, untouched_zeros, value
-from tio_megatron.layers import grads
-from tio_megatron.layers.grains import Grains
-from tio_megatron.layers.integer_sums import add_over as _add_over
+from tio_megatron.kernels.integer_sum import IntegerSum, untouched_zeros, value
+from tio_megatron.layers.gradient_sums import ParameterSum, add_over
 
 
-@dataclass
-class ParameterSum:
-    """The sum of one parameter's shard and what its logical tensor has to remember between steps.
+class BufferPart(ParameterSum):
+    """The sum of one parameter's shard, in a buffer. ``foreign``: a gradient came from elsewhere and was left out."""
 
-    ``largest`` is the largest partial assumed for the next step (``R`` of the contract); part of a checkpoint. ``terms`` counts the partials
-    that this rank added. ``foreign``: a gradient came from elsewhere and was left out.
-    """
-
-    name: str
-    parameter: Any
-    sums: IntegerSum
-    grid: Grid
-    home: weakref.ref[BufferSums]
-    start: int
-    end: int
-    largest: float = 0.0
-    terms: int = 0
-    foreign: bool = False
-
-    @property
-    def uses_second(self) -> bool:
-        """Whether any partial (of any rank, once the peaks are agreed on) went to the second integer."""
-        return self.grid.needs_second(self.sums.unit, self.sums.split, float(self.sums.peak))
+    def __init__(self, name: str, parameter: Any, sums: IntegerSum, grid: Grid, home: BufferSums, start: int, end: int) -> None:
+        """``parameter`` lies at ``start`` to ``end`` of the buffer."""
+        super().__init__(name, parameter, sums, grid)
+        self.home, self.start, self.end = weakref.ref(home), start, end
+        self.foreign = False
 
     def open(self) -> IntegerSum:
         """The sum, to be added to.
@@ -58,8 +41,14 @@ class ParameterSum:
         home = self.home()
         if home is None or not home.adding:
             raise RuntimeError(f"gradient of {self.name}: a backward pass after the gradients were finalized; call zero_grad_buffer() before the next step")
-        self.parameter.grad_added_to_main_grad = True
+        self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return self.sums
+
+    def returned(self) -> Tensor | None:
+        """DDP's hook asserts a gradient when reduction overlaps with the backward pass; it does not read it."""
+        home = self.home()
+        assert home is not None
+        return torch.zeros_like(self.parameter) if home.buffer.ddp_config.overlap_grad_reduce else None
 
 
 class BufferSums:
@@ -75,8 +64,7 @@ class BufferSums:
         self.adding = True
         self.seen = Seen()
         buffer.grad_data = self.low.view(torch.float32)[: buffer.numel]
-        me = weakref.ref(self)
-        self.parameters: list[ParameterSum] = []
+        self.parameters: list[BufferPart] = []
         for number, parameter in enumerate(sorted(buffer.params, key=lambda p: buffer.param_index_map[p][0])):
             start, end, _ = buffer.param_index_map[parameter]
             name = names[parameter]
@@ -84,7 +72,7 @@ class BufferSums:
             parts = [t[start:end].view(parameter.shape) for t in (self.low, self.high)]
             sums = IntegerSum(*parts, self.peaks[number : number + 1], grid.unit(0.0), grid.split_of(0.0))
             parameter.main_grad = buffer.grad_data[start:end].view(parameter.shape)
-            parameter.tio_sum = ParameterSum(name, parameter, sums, grid, me, start, end)
+            parameter.tio_sum = BufferPart(name, parameter, sums, grid, self, start, end)
             self.parameters.append(parameter.tio_sum)
         for bucket in buffer.buckets:
             size = bucket.grad_data.numel()
@@ -101,7 +89,7 @@ class BufferSums:
                 p.sums.high = self.high[p.start : p.end].view(p.parameter.shape)
         for p in self.parameters:
             p.sums.unit, p.sums.split = p.grid.unit(p.largest), p.grid.split_of(p.largest)
-            p.terms, p.foreign = 0, False
+            p.partials, p.foreign = 0, False
         self.peaks.zero_()
         self.seen = Seen()
         self.adding = True
@@ -127,47 +115,6 @@ def _grid_of(parameter: Any, name: str) -> Grid:
     if parameter.dim() == 1:
         return TERMS
     return ROWS if "word_embeddings" in name or getattr(parameter, "shared_embedding", False) else PRODUCTS
-
-
-class IntegerSums:
-    """The sink of :mod:`tio_megatron.layers.grads` for parameters in DDP; others follow the plain rule."""
-
-    def __init__(self) -> None:
-        self._plain = grads.ToAutograd()
-
-    def products(self, weights: Sequence[Tensor], dy: Tensor, x: Tensor, grains: Grains) -> list[Tensor | None]:
-        """Adds the grains to the sums of the weights."""
-        found = [getattr(weight, "tio_sum", None) for weight in weights]
-        if not any(found):
-            return self._plain.products(weights, dy, x, grains)
-        add_products([p.open() for p in found], dy, x, starts=grains.starts, of=grains.of, order=grains.order)
-        for p, count in zip(found, grains.of.diff().tolist(), strict=True):
-            p.terms += count
-        return [_done(weight) for weight in weights]
-
-    def rows(self, weight: Tensor, dy: Tensor, ids: Tensor) -> Tensor | None:
-        """Adds each row to the sum of its place in the table."""
-        found = getattr(weight, "tio_sum", None)
-        if found is None:
-            return self._plain.rows(weight, dy, ids)
-        add_rows(found.open(), dy, ids)
-        found.terms += len(ids)
-        return _done(weight)
-
-    def norm(self, weight: Tensor, dy: Tensor, x: Tensor, eps: float, total: Tensor) -> Tensor | None:
-        """Adds each row's term."""
-        found = getattr(weight, "tio_sum", None)
-        if found is None:
-            return self._plain.norm(weight, dy, x, eps, total)
-        add_norm_terms(found.open(), dy, x, eps)
-        found.terms += len(dy)
-        return _done(weight)
-
-
-def _done(weight: Tensor) -> Tensor | None:
-    """DDP's hook asserts a gradient when reduction overlaps with the backward pass; it does not read it."""
-    home = weight.tio_sum.home()  # type: ignore[attr-defined]
-    return torch.zeros_like(weight) if home.buffer.ddp_config.overlap_grad_reduce else None
 
 
 @dataclass(frozen=True)
@@ -209,12 +156,12 @@ def sums_of(model: Iterable[Any]) -> Iterator[BufferSums]:
                 yield buffer.tio_sums
 
 
-def add_over(parameters: Sequence[ParameterSum], group: Any, *, second: bool = False) -> None:
+def add_parts(parameters: Sequence[BufferPart], group: Any, *, second: bool = False) -> None:
     """Adds the integers of these parameters over ``group``."""
-    _add_over([p.sums.high if second else p.sums.low for p in parameters], group)
+    add_over([p.sums.high if second else p.sums.low for p in parameters], group)
 
 
-def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> None:
+def settle(model: Sequence[Any], tied: BufferPart | None, groups: Groups) -> None:
     """After all ranks' integers are added: agree on the largest partials, add the second integers where used, and make fp32 of all.
 
     Args:
@@ -236,17 +183,27 @@ def settle(model: Sequence[Any], tied: ParameterSum | None, groups: Groups) -> N
                 dist.all_reduce(sums.peaks, op=dist.ReduceOp.MAX, group=group)
     if tied is not None:
         dist.all_reduce(tied.sums.peak, op=dist.ReduceOp.MAX, group=groups.embedding)
-    refuse_bad_step(everything, [sums.seen for sums in buffers], groups)
+    refuse_bad_step([p.name for p in everything if p.foreign], list(_bad(everything, groups)), [sums.seen for sums in buffers])
     for sums in buffers:
         second = [p for p in sums.parameters if p.uses_second]
-        add_over(second, sums.buffer.data_parallel_group, second=True)
-        add_over([p for p in second if groups.sums_over_tensor(p)], groups.tensor, second=True)
+        add_parts(second, sums.buffer.data_parallel_group, second=True)
+        add_parts([p for p in second if groups.sums_over_tensor(p)], groups.tensor, second=True)
     if tied is not None and tied.uses_second:
-        add_over([tied], groups.embedding, second=True)
+        add_parts([tied], groups.embedding, second=True)
     for sums in buffers:
         sums.to_fp32()
     for p in everything:
         p.largest = p.grid.remember(p.largest, float(p.sums.peak))
+
+
+def _bad(parameters: Sequence[BufferPart], groups: Groups) -> Iterator[str]:
+    for p in parameters:
+        home = p.home()
+        assert home is not None
+        ranks = home.buffer.data_parallel_group.size() * (groups.tensor.size() if groups.sums_over_tensor(p) else 1)
+        line = p.problem(ranks)
+        if line is not None:
+            yield line
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.megatron import environments, grad_norm, optimizer_refusals
+from tio_megatron.integrations.megatron import grad_norm, optimizer_refusals, same_model
 from tio_megatron.integrations.patching import Patch
 from tio_megatron.layers.optimizer import Adam
 
@@ -47,12 +47,11 @@ def _always(value: Any) -> Callable[[Any], Any]:
 
 
 def check_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``check_config_overrides_consistency``: refuse options that the contract cannot obey, and ranks whose software differs."""
+    """``check_config_overrides_consistency``: refuse options that the contract cannot obey."""
 
     @functools.wraps(original)
     def check_config_overrides_consistency(config: Any, config_overrides: Any) -> Any:
         optimizer_refusals.check_optimizer(config)
-        environments.environment_differences()
         return original(config, config_overrides)
 
     return check_config_overrides_consistency
@@ -66,7 +65,7 @@ def check_model(original: Callable[..., Any]) -> Callable[..., Any]:
         from tio_megatron.integrations.megatron.shards import tag_shards
 
         if model_chunks and dataclasses.is_dataclass(model_chunks[0].config):
-            environments.environment_differences(config=model_chunks[0].config)
+            same_model.require(model_chunks[0].config)
         for chunk in model_chunks:
             optimizer_refusals.check_ddp(chunk.ddp_config, [parameter.dtype for parameter in chunk.parameters()])
             tag_shards(chunk)

@@ -16,8 +16,7 @@ from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, CheckpointError, damaged_files, tensor_table, unlisted_files
 from tio_megatron.contract import ModelShape
 from tio_megatron.integrations.megatron import state as in_force
-from tio_megatron.integrations.megatron.environments import environment
-from tio_megatron.integrations.megatron.grad_sums import ParameterSum, sums_of
+from tio_megatron.integrations.megatron.grad_sums import BufferPart, sums_of
 from tio_megatron.integrations.megatron.optimizer_state import KINDS
 from tio_megatron.integrations.megatron.pieces import tensor_names
 from tio_megatron.integrations.megatron.random_states import check_random_states
@@ -35,6 +34,7 @@ from tio_megatron.integrations.megatron.resume_fields import (
     tensor_kinds,
     training_fields,
 )
+from tio_megatron.integrations.megatron.workers import this_worker
 
 Value = TypeVar("Value")
 MODEL = "model"
@@ -114,8 +114,8 @@ def local_state(
         raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
     for p in _sums(model):
         home = p.home()
-        if home is not None and home.adding and p.terms:
-            raise ValueError(f"gradients are being added up ({p.name} has {p.terms} terms): save between two steps")
+        if home is not None and home.adding and p.partials:
+            raise ValueError(f"gradients are being added up ({p.name} has {p.partials} terms): save between two steps")
     return {
         "step": step,
         "position": plain("position", position),
@@ -127,7 +127,7 @@ def local_state(
         "training": training_fields(model),
         "schedule": schedule_fields(schedule),
         "optimizer": optimizer_fields(optimizer, schedule),
-        "written": {"layout": layout(), "versions": environment()},
+        "written": {"layout": layout(), "versions": _versions()},
         "largest": _largest(model, config.shape),
         "groups": list(group_rows(optimizer, schedule)),
         "kinds": {name: kind for name, kind in tensor_kinds(model, optimizer, config.shape).items() if kind != PLAIN},
@@ -284,14 +284,14 @@ def set_optimizer(optimizer: Any, schedule: Any, saved: Mapping[str, Any], allow
         schedule.step(increment=0)
 
 
-def _sums(model: torch.nn.Module) -> list[ParameterSum]:
+def _sums(model: torch.nn.Module) -> list[BufferPart]:
     found = [p for sums in sums_of([model]) for p in sums.parameters]
     if not found:
         raise ValueError("the model keeps no integer sums: wrap it in DistributedDataParallel under tio_megatron.apply(...)")
     return found
 
 
-def _named_sums(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[ParameterSum, tuple[str, ...]]]:
+def _named_sums(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[BufferPart, tuple[str, ...]]]:
     _sums(model)
     for parameter, names in tensor_names(model, shape):
         if not hasattr(parameter, "tio_sum"):
@@ -303,7 +303,7 @@ def _largest(model: torch.nn.Module, shape: ModelShape) -> dict[str, float]:
     return {name: float(p.largest) for p, names in _named_sums(model, shape) for name in names}
 
 
-def _largest_here(model: torch.nn.Module, shape: ModelShape, largest: Mapping[str, str]) -> list[tuple[ParameterSum, float]]:
+def _largest_here(model: torch.nn.Module, shape: ModelShape, largest: Mapping[str, str]) -> list[tuple[BufferPart, float]]:
     pairs = []
     for p, names in _named_sums(model, shape):
         missing = [name for name in names if name not in largest]
@@ -324,3 +324,9 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(prefix: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     dot = f"{prefix}." if prefix else ""
     return [f"{dot}{name}: {ours.get(name)} / {theirs.get(name)}" for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+
+
+def _versions() -> dict[str, str]:
+    """What wrote a checkpoint, for whoever reads it later."""
+    mine = this_worker()
+    return {name: str(mine[name]) for name in ("tio_megatron", "torch", "engine", "kernels")} | {"packages": ", ".join(mine["packages"])}

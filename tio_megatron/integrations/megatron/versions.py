@@ -1,17 +1,15 @@
-"""The releases of megatron-core that :func:`tio_megatron.apply` takes, and all that differs between them. Names only; imports none of them.
+"""What differs between the releases of megatron-core that :func:`tio_megatron.apply` takes. Names only; imports none of them.
 
-A release is a row of :data:`RELEASES`. Another version may compute another function under the same names, so it is refused, not tried.
+A release is a row of :data:`RELEASES`; :mod:`tio_megatron.integrations.releases` holds which are supported.
 Whoever needs something that moved asks :func:`release` for it; nothing is found out by trying.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from dataclasses import dataclass
 
-TORCH = "2.13.0"
-"""The torch release that is supported, whatever the build behind the ``+``."""
+from tio_megatron.integrations import releases
 
 FULL = "0.16.1"
 """The megatron-core release under which everything works: training, optimizer, checkpoints. The other rows score."""
@@ -110,7 +108,7 @@ def release() -> Release:
     Raises:
         ImportError: megatron-core is missing, or of a version that has no row; names those that have one.
     """
-    return RELEASES[installed("megatron-core", tuple(RELEASES))]
+    return RELEASES[releases.require("megatron-core")]
 
 
 def check(needed: bool = True) -> None:
@@ -122,19 +120,15 @@ def check(needed: bool = True) -> None:
     Raises:
         ImportError: names what is installed and what is supported.
     """
-    installed("torch", (TORCH,))
+    releases.require("torch")
     if needed or present():
-        installed("megatron-core", tuple(RELEASES))
+        releases.require("megatron-core")
     release.cache_clear()
 
 
 def present() -> bool:
     """Whether megatron-core is installed, of whatever version."""
-    try:
-        importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return releases.installed("megatron-core") is not None
 
 
 def require_training(what: str) -> None:
@@ -145,20 +139,3 @@ def require_training(what: str) -> None:
     """
     if not release().trains:
         raise ValueError(f"{what} under a contract is not supported with megatron-core {release().version}, which only scores; megatron-core {FULL} would work")
-
-
-def installed(package: str, supported: tuple[str, ...]) -> str:
-    """The version of ``package``, without what follows a ``+``.
-
-    Raises:
-        ImportError: it is missing, or none of ``supported``.
-    """
-    words = ", ".join(supported)
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError(f"{package} is not installed; tio_megatron supports {package} {words}") from error
-    plain = version.partition("+")[0]
-    if plain not in supported:
-        raise ImportError(f"{package} {version} is installed; tio_megatron supports {package} {words}")
-    return plain

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tio_megatron import kernels
-from tio_megatron.integrations import roll_call, roll_files
+from tio_megatron.integrations import handshake, handshake_files
 from tio_megatron.integrations.megatron import state
 
 GROUPS = ("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "dp", "dp_cp", "expt_dp")
@@ -19,18 +19,16 @@ _WORKS = "apply tio_megatron last (import tio_megatron.auto after the other pack
 
 
 def this_worker() -> dict[str, Any]:
-    """What this rank runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.roll_call.answer`."""
-    from tio_megatron.integrations.megatron.apply import patched, problems
-
-    how, session = patched(), state.session()
+    """What this rank runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.handshake.record`."""
+    how, session = state.patched(), state.session()
     version = "none" if session is None else kernels.version(session.contract.family)
-    return roll_call.answer(
+    return handshake.record(
         "megatron-core",
         contract="none" if session is None else session.contract.fingerprint(version),
         kernels=version,
         vocab_size=None if session is None else session.vocab_size,
         symbols=[name for name in how["symbols"] if not name.startswith("deepspeed.")],
-        problems=[f"{line}; {_WORKS}" for line in problems()],
+        problems=[f"{line}; {_WORKS}" for line in state.problems()],
         through=str(how["through"]),
         shared=how["shared"],
     )
@@ -40,9 +38,9 @@ def all_workers(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     """:func:`this_worker` of every rank of ``group`` (None: the world), on each of them. A collective, which a rank without the plug-in can join."""
     mine = this_worker()
     if not dist.is_initialized():
-        roll_files.leave(mine, [0])
+        handshake_files.leave(mine, [0])
         return [mine]
-    roll_files.leave(mine, dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size()))
+    handshake_files.leave(mine, dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size()))
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -54,7 +52,7 @@ def meet(pg_collection: Any = None) -> None:
     Raises:
         ValueError: in every rank that is here; names who is not, and what to change.
     """
-    roll_call.meet(this_worker(), sorted(_ranks(pg_collection)))
+    handshake.meet(this_worker(), sorted(_ranks(pg_collection)))
 
 
 def _ranks(pg_collection: Any) -> Iterable[int]:

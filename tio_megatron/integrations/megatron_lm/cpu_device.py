@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from tio_megatron.integrations.late_patches import Switch
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.patching import Patch
+from tio_megatron.integrations.patching import Patch, PatchSet
 
 logger = logging.getLogger(__name__)
 
 TRAINING = "megatron.training"
-SUPPORTED = "Megatron-LM core_v0.16.1"
 
 _ASKS_CUDA = ("arguments", "checkpointing", "initialize", "training", "utils", "yaml_arguments")
 """Modules of ``megatron.training`` that name CUDA."""
@@ -45,7 +44,7 @@ def enable() -> None:
 
 def disable() -> None:
     """Restore every symbol. Harmless when not enabled."""
-    _switch.off()
+    _switch.undo()
     cpu_device.disable()
 
 
@@ -86,12 +85,17 @@ def _patches() -> list[Patch]:
         *patches,
         _patch("initialize:_warmup_jit_function", lambda original: lambda: None, "compiles fused kernels for a GPU; they are compiled when used"),
         _patch("initialize:fused_kernels", lambda original: types.SimpleNamespace(load=lambda args: None), "asks the CUDA compiler for its version"),
-        Patch("megatron.core.datasets.utils:compile_helpers", _compile_unless_there, why="needs make, pybind11 and Python's headers", supported=SUPPORTED),
+        Patch(
+            "megatron.core.datasets.utils:compile_helpers",
+            _compile_unless_there,
+            why="needs make, pybind11 and Python's headers",
+            supported=releases.described("Megatron-LM"),
+        ),
     ]
 
 
 def _patch(target: str, build: Callable[[Any], Any], why: str) -> Patch:
-    return Patch(f"{TRAINING}.{target}", build, why=why, supported=SUPPORTED)
+    return Patch(f"{TRAINING}.{target}", build, why=why, supported=releases.described("Megatron-LM"))
 
 
 def _compile_unless_there(original: Callable[[], None]) -> Callable[[], None]:
@@ -104,4 +108,4 @@ def _compile_unless_there(original: Callable[[], None]) -> Callable[[], None]:
     return compile_helpers
 
 
-_switch = Switch(_patches)
+_switch = PatchSet(_patches, on_import=True)

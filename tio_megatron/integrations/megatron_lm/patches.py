@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron_lm import yaml_files
 from tio_megatron.integrations.megatron_lm.defaults import implied, imply, refuse
 from tio_megatron.integrations.megatron_lm.options import add_options
 from tio_megatron.integrations.patching import Patch
 
 TRAINING = "megatron.training"
-SUPPORTED = "Megatron-LM core_v0.16.1"
 
 
 def training_patches() -> list[Patch]:
@@ -32,7 +32,7 @@ def stock_patches() -> list[Patch]:
 
 
 def _patch(target: str, build: Callable[[Any], Any], why: str, stock: str = "") -> Patch:
-    return Patch(f"{TRAINING}.{target}", build, why=why, stock=stock, supported=SUPPORTED)
+    return Patch(f"{TRAINING}.{target}", build, why=why, stock=stock, supported=releases.described("Megatron-LM"))
 
 
 def with_options(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from tio_megatron.contract.environment import VARIABLE as CONTRACT
 from tio_megatron.contract.environment import Setting, from_environment, read
-from tio_megatron.integrations.late_patches import Switch
 from tio_megatron.integrations.megatron_lm.options import OFF, Options, read_options
 from tio_megatron.integrations.megatron_lm.patches import stock_patches
+from tio_megatron.integrations.patching import PatchSet
 
 VARIABLE = "TIO_MEGATRON"
 """``1``: ``tio_megatron.auto`` applies a contract, the default one where ``TIO_CONTRACT`` names none. Unset, empty or ``0``: it follows ``TIO_CONTRACT``."""
 
 
-_stock = Switch(stock_patches)
+_stock = PatchSet(stock_patches, on_import=True)
 """What lets a stock run's parser take our arguments."""
 
 
@@ -88,4 +88,4 @@ def switch_on(arguments: Sequence[str], *, wanted: bool = False) -> Setting | No
 
 def leave() -> None:
     """Take back what :func:`switch_on` did to a stock run's parser. Harmless when it did nothing."""
-    _stock.off()
+    _stock.undo()

@@ -15,10 +15,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tio_megatron.integrations import patching
 from tio_megatron.integrations.mindspeed import manager
 from tio_megatron.integrations.mindspeed.aliases import ABSENT, Snapshot, bare
-from tio_megatron.integrations.patching import Installed, MovedSymbolError, Patch
+from tio_megatron.integrations.patching import MovedSymbolError, Patch, PatchSet
 
 NAME = "tio_megatron_wrapper"
 """Of each of our wrappers: by its last word the manager knows a wrapper from a replacement."""
@@ -112,9 +111,11 @@ class _Feature:
 
 
 class ThroughMindSpeed:
-    """Patches in force under MindSpeed; the counterpart of :class:`tio_megatron.integrations.patching.Installed`."""
+    """Patches in force under MindSpeed; the counterpart of :class:`tio_megatron.integrations.patching.PatchSet`."""
 
-    def __init__(self, managed: list[_Managed], direct: Installed) -> None:
+    through = "MindSpeed's patch manager"
+
+    def __init__(self, managed: list[_Managed], direct: PatchSet) -> None:
         self._managed, self._direct = managed, direct
         self._feature = _Feature(managed)
         self._in_force = True
@@ -185,7 +186,7 @@ def install(patches: Iterable[Patch]) -> ThroughMindSpeed:
         one = _Managed(patch, owner, name)
         # A function patched where it lives and where it is read is one symbol to the manager.
         managed.setdefault((one.path, patch.build), one)
-    return ThroughMindSpeed(list(managed.values()), patching.install(direct))
+    return ThroughMindSpeed(list(managed.values()), PatchSet(direct).on())
 
 
 def _path(owner: Any, name: str, value: Any) -> str:

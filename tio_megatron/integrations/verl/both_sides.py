@@ -10,12 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.late_patches import Switch
-from tio_megatron.integrations.megatron.versions import installed
-from tio_megatron.integrations.patching import Patch
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.patching import Patch, PatchSet
 from tio_megatron.integrations.verl import local_layers, refusals
 
-SUPPORTED_VERL = "0.9.1"
 QUESTION = "tio_agree"
 """A method that vLLM's workers have where the plug-in is on (:func:`..vllm.workers.tio_agree`)."""
 SECONDS = 120.0
@@ -28,13 +26,13 @@ def enable() -> None:
         ImportError: verl is another version than the supported one.
     """
     if not _switch.is_on:
-        installed("verl", (SUPPORTED_VERL,))
+        releases.require("verl")
     _switch.on()
 
 
 def disable() -> None:
     """Restore verl. Harmless when not enabled."""
-    _switch.off()
+    _switch.undo()
 
 
 def problems() -> list[str]:
@@ -127,7 +125,7 @@ def same_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patches() -> list[Patch]:
-    supported = f"verl {SUPPORTED_VERL}"
+    supported = releases.described("verl")
     rows = (
         ("verl.workers.engine_workers:ActorRolloutRefWorker.init_model", look_first, "every worker passes here with its configuration before it builds"),
         ("verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.update_weights", ask_first, "weights go to vLLM's workers through it"),
@@ -137,9 +135,9 @@ def _patches() -> list[Patch]:
         "mbridge.core.bridge:Bridge.set_extra_args",
         same_model,
         why="the only place that has config.json's values and the overrides",
-        supported=f"mbridge {local_layers.SUPPORTED_MBRIDGE}",
+        supported=releases.described("mbridge"),
     )
     return [*(Patch(target, build, why=why, supported=supported) for target, build, why in rows), bridge]
 
 
-_switch = Switch(_patches)
+_switch = PatchSet(_patches, on_import=True)

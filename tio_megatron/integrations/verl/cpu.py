@@ -22,13 +22,11 @@ from verl.plugin.platform import PlatformRegistry, platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
 from tio_megatron.contract.environment import from_environment
-from tio_megatron.integrations.late_patches import Switch
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.patching import Patch
+from tio_megatron.integrations.patching import Patch, PatchSet
 from tio_megatron.integrations.verl import local_layers
 from tio_megatron.integrations.verl.stock_engine import stock_patches
-
-SUPPORTED_VERL = "0.9.1"
 
 HOST = torch.device("cpu")
 
@@ -203,7 +201,7 @@ def disable() -> None:
     """Give verl and megatron-core their devices back."""
     if isinstance(platform_manager._current_platform, CpuPlatform):
         platform_manager._current_platform = None
-    _switch.off()
+    _switch.undo()
     local_layers.disable()
     cpu_device.disable()
 
@@ -218,7 +216,7 @@ def _copied(original: Callable[..., None]) -> Callable[..., None]:
 
 def _patches() -> list[Patch]:
     """Where verl takes for granted that the accelerator is not the host."""
-    supported = f"verl {SUPPORTED_VERL}"
+    supported = releases.described("verl")
     # No tensor ever lies on the second device.
     twice = 'writes a process group\'s backends as "cpu:gloo,DEVICE:BACKEND", and torch refuses one device twice'
     pinned = "offloads weights to pinned memory, which torch has only beside an accelerator"
@@ -232,5 +230,5 @@ def _patches() -> list[Patch]:
     ]
 
 
-_switch = Switch(_patches)
+_switch = PatchSet(_patches, on_import=True)
 enable()

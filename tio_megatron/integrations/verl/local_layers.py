@@ -12,11 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.integrations.late_patches import Switch
-from tio_megatron.integrations.megatron.versions import installed
-from tio_megatron.integrations.patching import Patch
-
-SUPPORTED_MBRIDGE = "0.15.1"
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.patching import Patch, PatchSet
 
 
 def enable() -> None:
@@ -30,7 +27,7 @@ def enable() -> None:
 
 def disable() -> None:
     """Restore mbridge. Harmless when not enabled."""
-    _switch.off()
+    _switch.undo()
 
 
 def problems() -> list[str]:
@@ -59,7 +56,7 @@ def grouped_name(name: str, dense: bool) -> str:
 
 def _local_spec(original: Callable[..., Any]) -> Callable[..., Any]:
     """``LLMBridge._get_transformer_layer_spec``: the same layers from the local backend."""
-    installed("mbridge", (SUPPORTED_MBRIDGE,))  # another may export under other names
+    releases.require("mbridge")  # another may export under other names
 
     @functools.wraps(original)
     def _get_transformer_layer_spec(self: Any, vp_stage: int | None = None) -> Any:
@@ -82,11 +79,11 @@ def _by_local_names(original: Callable[..., list[str]]) -> Callable[..., list[st
 
 
 def _patches() -> list[Patch]:
-    supported = f"mbridge {SUPPORTED_MBRIDGE}"
+    supported = releases.described("mbridge")
     return [
         Patch("mbridge.core.llm_bridge:LLMBridge._get_transformer_layer_spec", _local_spec, why="asks for Transformer Engine's layers", supported=supported),
         Patch("mbridge.core.bridge:Bridge._weight_name_mapping_mcore_to_hf", _by_local_names, why="knows Transformer Engine's names", supported=supported),
     ]
 
 
-_switch = Switch(_patches)
+_switch = PatchSet(_patches, on_import=True)

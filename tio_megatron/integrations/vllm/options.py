@@ -71,5 +71,5 @@ def engine_options(contract: Contract | dict[str, Any] | str | None = None, *, t
     if importlib.util.find_spec("vllm") is not None:
         from tio_megatron.integrations.vllm import front
 
-        front.install()
+        front.patches.on()
     return options | others

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.patching import Patch
-from tio_megatron.integrations.vllm.refusals import SUPPORTED
-
-
-@dataclass(frozen=True)
-class VllmPatch(Patch):
-    """A patch whose missing symbol means another vLLM."""
-
-    def _moved(self, what: str) -> str:
-        return f"{self.target} is not there ({what}): tio_megatron supports vllm {SUPPORTED['vllm']}; install that version"
 
 
 def all_patches() -> tuple[Patch, ...]:
@@ -46,23 +37,13 @@ def all_patches() -> tuple[Patch, ...]:
         # Its model runner has a method of its own there, and generators that can be rewound.
         table = [row for row in table if row[1] is not sampler.rewind_generators]
     asked = (
-        VllmPatch(
+        Patch(
             f"{workers.WORKER}.{method.__name__}",
             lambda stock, method=method: method,
             "collective_rpc calls methods of the worker, whatever its class",
             may_be_absent=True,
+            supported=releases.described("vllm"),
         )
         for method in workers.METHODS
     )
-    return (*(VllmPatch(target, build, why) for target, build, why in table), *asked)
-
-
-def front_patches() -> tuple[Patch, ...]:
-    """Those of the process that starts an engine: they do nothing for engines without a contract."""
-    from tio_megatron.integrations.vllm import front, refusing
-
-    table: list[tuple[str, Callable[[Any], Any], str]] = [
-        ("vllm.engine.arg_utils:EngineArgs.create_engine_config", front.refuse_early, "refusals where the user starts the engine, not deep in a worker"),
-        ("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", refusing.raise_refusals, "the reason of a refused request, as an exception"),
-    ]
-    return tuple(VllmPatch(target, build, why) for target, build, why in table)
+    return (*(Patch(target, build, why, supported=releases.described("vllm")) for target, build, why in table), *asked)

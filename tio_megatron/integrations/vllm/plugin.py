@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tio_megatron.contract import Contract
-from tio_megatron.contract.environment import VARIABLE, from_environment
-
-if TYPE_CHECKING:
-    from tio_megatron.integrations.patching import Installed
-
-MODELS = {
-    "Qwen3MoeForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3MoeForCausalLM",
-    "Qwen3ForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3ForCausalLM",
-}
-"""Architectures covered, and the class that is built for each: stock model code with our layers inside."""
+from tio_megatron.contract.environment import from_environment
+from tio_megatron.integrations.vllm import in_force
+from tio_megatron.integrations.vllm.in_force import MODELS, active, is_active
 
 TRANSFER_BACKEND = "tio"
 """Name of our weight transfer engine, for ``weight_transfer_config={"backend": "tio"}``."""
 
-_contract: Contract | None = None
-_installed: Installed | None = None
 _undo: list[Callable[[], None]] = []
 
 
@@ -42,22 +33,6 @@ def register() -> None:
         activate(setting.contract)
 
 
-def active() -> Contract:
-    """The contract in force in this process.
-
-    Raises:
-        RuntimeError: the plug-in is off.
-    """
-    if _contract is None:
-        raise RuntimeError(f"tio_megatron is off in this process: set {VARIABLE}, or start the engine with tio_megatron.integrations.vllm.engine_options(...)")
-    return _contract
-
-
-def is_active() -> bool:
-    """Whether a contract is in force in this process."""
-    return _contract is not None
-
-
 def activate(contract: Contract) -> None:
     """Put ``contract`` in force for engines built in this process from now on. Activating the same contract again is harmless.
 
@@ -67,10 +42,9 @@ def activate(contract: Contract) -> None:
         ValueError: another contract is in force.
         ImportError: vLLM or torch has another version than the supported one, or a symbol has moved.
     """
-    global _contract
-    if _contract is not None:
-        if _contract != contract:
-            raise ValueError(f"another contract is in force (in force / asked for: {'; '.join(_contract.differences(contract))})")
+    if is_active():
+        if active() != contract:
+            raise ValueError(f"another contract is in force (in force / asked for: {'; '.join(active().differences(contract))})")
         return
     from tio_megatron.integrations import devices  # torch comes with it, which a process without the plug-in need not have yet
     from tio_megatron.integrations.vllm import front, platforms, refusals
@@ -81,48 +55,24 @@ def activate(contract: Contract) -> None:
         # vLLM wants this module before all others of its workers: it replaces what torch lacks on a CPU.
         import vllm.v1.worker.cpu.shm  # noqa: F401
 
-    from tio_megatron.integrations.patching import install
+    from tio_megatron.integrations.patching import PatchSet
     from tio_megatron.integrations.vllm.patches import all_patches
 
-    front.install()
-    _undo.append(front.uninstall)
-    installed = install(all_patches())
-    _undo.append(_forget(installed))
+    front.patches.on()
+    _undo.append(front.patches.undo)
+    installed = PatchSet(all_patches).on()
+    _undo.append(installed.undo)
     _undo.append(_register_models())
     _undo.append(_register_transfer())
     _undo.append(_prefer_first_model_runner())
-    _contract = contract
-
-
-def _forget(installed: Installed) -> Callable[[], None]:
-    global _installed
-    _installed = installed
-
-    def undo() -> None:
-        global _installed
-        installed.undo()
-        _installed = None
-
-    return undo
-
-
-def installed() -> Installed:
-    """The patches in force in this process.
-
-    Raises:
-        RuntimeError: the plug-in is off.
-    """
-    active()
-    assert _installed is not None
-    return _installed
+    in_force.enter(contract, installed)
 
 
 def deactivate() -> None:
     """Take everything back: engines built from now on in this process are stock. Harmless when off."""
-    global _contract
     while _undo:
         _undo.pop()()
-    _contract = None
+    in_force.leave()
 
 
 def _register_models() -> Callable[[], None]:
@@ -172,4 +122,4 @@ def _prefer_first_model_runner() -> Callable[[], None]:
 
 def state() -> dict[str, Any]:
     """What is in force, for reports: empty when off."""
-    return {} if _contract is None else {"contract": _contract.to_dict(), "models": sorted(MODELS)}
+    return {"contract": active().to_dict(), "models": sorted(MODELS)} if is_active() else {}

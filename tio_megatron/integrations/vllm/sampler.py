@@ -18,7 +18,7 @@ import torch
 
 from tio_megatron.checkpoint import row_digests
 from tio_megatron.contract import VocabOrder
-from tio_megatron.integrations.vllm import plugin
+from tio_megatron.integrations.vllm import in_force
 from tio_megatron.kernels.logprob import log_softmax
 
 PROCESSED = "processed_logprobs"
@@ -37,7 +37,7 @@ def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
     """
     if logits.dtype != torch.float32:
         raise ValueError(f"log-probabilities need fp32 logits, got {logits.dtype}: the model's head is not tio_megatron's")
-    return log_softmax(logits, _order(plugin.active(), logits.shape[-1]))
+    return log_softmax(logits, _order(in_force.active(), logits.shape[-1]))
 
 
 def keep_processed_logits(stock: Callable[..., None]) -> Callable[..., None]:

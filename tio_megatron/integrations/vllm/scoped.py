@@ -19,7 +19,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from tio_megatron.checkpoint import tensor_table
-from tio_megatron.integrations.vllm import parts, plugin, refusals
+from tio_megatron.integrations.vllm import in_force, parts, refusals
 from tio_megatron.integrations.vllm.building import Build, building
 from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.weights import Ledger
@@ -56,7 +56,7 @@ class _FixedOrderModel:
     ledger: Ledger
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        contract = plugin.active()
+        contract = in_force.active()
         refusals.check(vllm_config, contract)
         # vLLM keeps compiled graphs by the hash of its configuration, and the contract's numbers are in them.
         vllm_config.additional_config = {**(vllm_config.additional_config or {}), ARGUMENT: contract.to_dict()}

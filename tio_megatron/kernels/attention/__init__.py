@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.kernels.attention import cpu
 from tio_megatron.kernels.operands import check_activations, check_dtype, check_shape, require
 
 __all__ = ["KV_BLOCK", "attention", "attention_backward", "attention_paged", "write_pages"]
 
-KV_BLOCK = 64
-"""Keys per block of the walk: part of the contract (family cpu)."""
+KV_BLOCK = FAMILIES["cpu"].fields["kv_block"]
+"""Keys per block of the walk."""
 MAX_HEAD = 256
 
 

@@ -23,10 +23,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.kernels.exact import chain_dot, fma
 from tio_megatron.kernels.math import reference as m
 
-KV_BLOCK = 64
+KV_BLOCK = FAMILIES["cpu"].fields["kv_block"]
 
 
 def _sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:

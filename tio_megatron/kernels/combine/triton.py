@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.contract.tree import next_power_of_two
 from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.operands import dense_last
 from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
 
-CHAIN = 32
+CHAIN = FAMILIES["triton-sm90"].fields["row_chain"]
 CELLS = 4096
 """Leaves times columns that a program holds."""
 

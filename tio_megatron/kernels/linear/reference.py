@@ -9,10 +9,7 @@ from __future__ import annotations
 import torch
 
 from tio_megatron.contract import ReductionTree
-from tio_megatron.kernels.exact import chain_dot
-
-CHAIN = 256
-"""Terms of one fused multiply-add chain of a product."""
+from tio_megatron.kernels.exact import CHAIN, chain_dot
 
 
 def leaf(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.math.triton import tree_add
@@ -103,7 +104,7 @@ def _weight(dy, x, inverses, parts, count, h, CHAIN: tl.constexpr, BLOCK: tl.con
     tl.store(parts + chain.to(tl.int64) * h + column, total, mask=column < h)
 
 
-CHAIN = 32
+CHAIN = FAMILIES["triton-sm90"].fields["row_chain"]
 
 
 def _shape(x: Tensor) -> tuple[int, int, float, tuple[int], dict[str, int]]:

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.kernels import math as our
 
-KV_BLOCK = 512
+KV_BLOCK = FAMILIES["npu-910b"].fields["kv_block"]
 
 
 @dataclass(frozen=True)

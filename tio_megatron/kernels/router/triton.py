@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tio_megatron.contract.families import FAMILIES
 from tio_megatron.kernels import triton_family
 from tio_megatron.kernels import triton_math as m
 from tio_megatron.kernels.operands import require
 from tio_megatron.kernels.triton_family import TWO_ROUNDINGS
 
-CHAIN = 8
+CHAIN = FAMILIES["triton-sm90"].fields["router_chain"]
 MOST_EXPERTS = 1024
 
 

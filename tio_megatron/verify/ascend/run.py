@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from tio_megatron.integrations import ascend
+from tio_megatron.integrations import ascend, releases
 from tio_megatron.integrations.ascend import switches
 from tio_megatron.kernels import npu_family
 from tio_megatron.verify.ascend import answers, between, facts, place, table
@@ -64,11 +63,7 @@ def check(out: Path, *, devices: int, twin: bool, quick: bool = False) -> dict[s
 def versions() -> dict[str, str]:
     """Packages, the machine, CANN, and the family's kernels."""
     told = {"machine": platform.machine(), "python": platform.python_version(), "kernels": npu_family.version()}
-    for package in PACKAGES:
-        try:
-            told[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            told[package] = "not installed"
+    told |= {package: releases.installed(package) or "not installed" for package in PACKAGES}
     told["CANN"] = os.environ.get("ASCEND_HOME_PATH", "not set up (ASCEND_HOME_PATH is not set)")
     return told
 

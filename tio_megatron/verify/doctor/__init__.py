@@ -124,7 +124,7 @@ def _option(what: str) -> str:
 
 
 def of_workers(folder: Path, device: str = "cpu", contract: str | None = None) -> Examined:
-    """What the workers of a run say of themselves, in the folder that ``TIO_ROLL_CALL`` named for them. See :mod:`.workers`.
+    """What the workers of a run say of themselves, in the folder that ``TIO_HANDSHAKE`` named for them. See :mod:`.workers`.
 
     Raises:
         ValueError: no worker has left an answer there, or a file is none.

@@ -39,7 +39,7 @@ def check(modules: Sequence[str] = ()) -> Iterator[Finding]:
 
 def _applied(fingerprint: str) -> Iterator[Finding]:
     """Whether every symbol still holds what was put there, by the account of who put it."""
-    from tio_megatron.integrations.megatron.apply import patched, problems
+    from tio_megatron.integrations.megatron.state import patched, problems
 
     how, lost = patched(), problems()
     for line in lost:

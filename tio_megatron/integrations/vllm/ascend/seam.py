@@ -7,9 +7,6 @@ replaced, and put back. So a model that is not ours gets vllm-ascend's layers, i
 
 from __future__ import annotations
 
-SUPPORTED = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0"}
-"""vllm-ascend 0.23.0 is for vLLM 0.23.0 and asks for torch 2.10.0 and torch-npu 2.10.0.post4."""
-
 OURS = (
     "ReplicatedLinear",
     "ColumnParallelLinear",

@@ -7,18 +7,18 @@ import types
 import pytest
 import torch.distributed as dist
 
-from tio_megatron.integrations import roll_call
-from tio_megatron.integrations.patching import Patch, author_of, install
+from tio_megatron.integrations import handshake
+from tio_megatron.integrations.patching import Patch, PatchSet, author_of
 from tio_megatron.testing import run_ranks
 
 
 def one(**changed):
-    fields = dict(contract="c0", kernels="cpu-1", symbols=["a:b"], problems=[], distributions=("torch",))
-    return roll_call.answer("megatron-core", **(fields | changed))
+    fields = dict(contract="c0", kernels="cpu-1", symbols=["a:b"], problems=[])
+    return handshake.record("megatron-core", **(fields | changed))
 
 
 def told(rank_main, ranks=3):
-    """What each rank's :func:`roll_call.meet` said: its error, or the number of answers."""
+    """What each rank's :func:`handshake.meet` said: its error, or the number of answers."""
 
     def work(rank):
         begun = time.monotonic()
@@ -32,7 +32,7 @@ def told(rank_main, ranks=3):
 
 
 def test_equal_workers_meet():
-    assert [said for said, _ in told(lambda rank: roll_call.meet(one(), range(3)))] == [3, 3, 3]
+    assert [said for said, _ in told(lambda rank: handshake.meet(one(), range(3)))] == [3, 3, 3]
 
 
 def test_a_worker_without_the_plug_in_is_named_by_all_others():
@@ -40,7 +40,7 @@ def test_a_worker_without_the_plug_in_is_named_by_all_others():
         if rank == 1:
             time.sleep(4)  # stock: it knows nothing of us
             return []
-        return roll_call.meet(one(), range(3), seconds=2)
+        return handshake.meet(one(), range(3), seconds=2)
 
     (first, waited), (stock, _), (last, _) = told(main)
     assert stock == 0 and waited < 10
@@ -50,20 +50,20 @@ def test_a_worker_without_the_plug_in_is_named_by_all_others():
 
 @pytest.mark.parametrize("field, value", [("contract", "c1"), ("kernels", "cpu-2"), ("vocab_size", 700), ("symbols", ["a:b", "a:c"])])
 def test_a_worker_with_something_else_is_named_by_all(field, value):
-    for said, _ in told(lambda rank: roll_call.meet(one(**({field: value} if rank == 2 else {})), range(3), seconds=3)):
+    for said, _ in told(lambda rank: handshake.meet(one(**({field: value} if rank == 2 else {})), range(3), seconds=3)):
         lines = said.splitlines()[1:]
         assert len(lines) == 1 and lines[0].strip().startswith("rank 2 (process "), said
         assert ("a:c" if field == "symbols" else f"{field} is {value}, elsewhere") in lines[0]
 
 
 def test_a_problem_of_one_worker_is_told_by_all():
-    for said, _ in told(lambda rank: roll_call.meet(one(problems=["m:f: replaced"] if rank == 0 else []), range(3)), ranks=3):
+    for said, _ in told(lambda rank: handshake.meet(one(problems=["m:f: replaced"] if rank == 0 else []), range(3)), ranks=3):
         assert "rank 0 (process" in said and "m:f: replaced" in said
 
 
 def test_workers_that_share_no_sum_are_not_waited_for():
     def main(rank):
-        return roll_call.meet(one(), (0, 2), seconds=3) if rank != 1 else []
+        return handshake.meet(one(), (0, 2), seconds=3) if rank != 1 else []
 
     assert [said for said, _ in told(main)] == [2, 0, 2]
 
@@ -72,27 +72,27 @@ def test_a_contract_applied_again_is_heard_anew():
     """An answer of the time before lies in the store: it is waited over, not accused."""
 
     def main(rank):
-        roll_call.meet(one(), range(2))
+        handshake.meet(one(), range(2))
         dist.barrier()
         if rank == 1:
             time.sleep(0.5)
-        return roll_call.meet(one(contract="c1"), range(2), seconds=20)
+        return handshake.meet(one(contract="c1"), range(2), seconds=20)
 
     assert [said for said, _ in told(main, ranks=2)] == [2, 2]
 
 
 def test_one_process_alone_has_only_its_own_problems():
-    assert roll_call.meet(one(), [0])[0]["pid"]
+    assert handshake.meet(one(), [0])[0]["pid"]
     with pytest.raises(ValueError, match="a:b is gone"):
-        roll_call.meet(one(problems=["a:b is gone"]), [0])
+        handshake.meet(one(problems=["a:b is gone"]), [0])
 
 
 def test_the_seconds_to_wait(monkeypatch):
-    assert roll_call.wait_seconds() == roll_call.SECONDS
+    assert handshake.wait_seconds() == handshake.SECONDS
     for text in ("0", "-1", "soon", "inf"):
-        monkeypatch.setenv(roll_call.VARIABLE, text)
-        with pytest.raises(ValueError, match=f"{roll_call.VARIABLE}='{text}' is not a number of seconds"):
-            roll_call.wait_seconds()
+        monkeypatch.setenv(handshake.VARIABLE, text)
+        with pytest.raises(ValueError, match=f"{handshake.VARIABLE}='{text}' is not a number of seconds"):
+            handshake.wait_seconds()
 
 
 def test_two_plug_ins_on_one_symbol(monkeypatch):
@@ -103,11 +103,11 @@ def test_two_plug_ins_on_one_symbol(monkeypatch):
     monkeypatch.setitem(sys.modules, "stock_engine", stock)
     stock.g = stock.f
     patch = [Patch(f"stock_engine:{name}", build=lambda original: lambda: 4, why="a test") for name in ("f", "g")]
-    clean = install(patch)
-    assert clean.foreign() == {} and clean.problems() == []
+    clean = PatchSet(patch).on()
+    assert clean.shared() == {} and clean.problems() == []
     stock.g = other.g
     assert clean.problems() == ["stock_engine:g: replaced by somebody else after tio_megatron (its code is other_plugin's)"]
     stock.g = clean._replaced[1].replacement
     clean.undo()
     stock.f = other.f
-    assert install(patch).foreign() == {"stock_engine:f": "other_plugin"} and author_of(other.f) == "other_plugin"
+    assert PatchSet(patch).on().shared() == {"stock_engine:f": "other_plugin"} and author_of(other.f) == "other_plugin"

@@ -1,4 +1,4 @@
-"""What each worker runs, left as one small JSON file in the folder that ``TIO_ROLL_CALL`` names: ``tio doctor --workers FOLDER`` reads it from outside.
+"""What each worker runs, left as one small JSON file in the folder that ``TIO_HANDSHAKE`` names: ``tio doctor --workers FOLDER`` reads it from outside.
 
 Written when a model is built, before the workers wait for each other, and again whenever somebody asks them (``all_workers``).
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-VARIABLE = "TIO_ROLL_CALL"
+VARIABLE = "TIO_HANDSHAKE"
 SUFFIX = ".worker.json"
 FORMAT = 1
 
@@ -25,7 +25,7 @@ def leave(mine: Mapping[str, Any], ranks: Sequence[int]) -> Path | None:
     """Write this worker's answer, whole or not at all. Nothing where the variable is not set.
 
     Args:
-        mine: of :func:`.roll_call.answer`.
+        mine: of :func:`.handshake.record`.
         ranks: global ranks that must answer too, this one included.
 
     Returns:
@@ -38,7 +38,7 @@ def leave(mine: Mapping[str, Any], ranks: Sequence[int]) -> Path | None:
     if not folder:
         return None
     job = _job(str(mine["engine"]).partition(" ")[0])
-    text = json.dumps({"tio_roll_call": FORMAT, "job": job, "time": round(time.time(), 3), "ranks": sorted(ranks), **mine})
+    text = json.dumps({"tio_handshake": FORMAT, "job": job, "time": round(time.time(), 3), "ranks": sorted(ranks), **mine})
     path = Path(folder) / f"{job}-{mine['rank']:05d}{SUFFIX}"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -55,7 +55,7 @@ def _job(engine: str) -> str:
     mine = f"{engine}-{uuid.uuid4().hex[:12]}"
     if not dist.is_initialized():
         return _alone.setdefault(engine, mine)
-    store, key = dist.distributed_c10d._get_default_store(), f"tio_megatron/roll_call/job/{engine}"
+    store, key = dist.distributed_c10d._get_default_store(), f"tio_megatron/handshake/job/{engine}"
     found: bytes = store.compare_set(key, "", mine)
     store.wait([key], timedelta(seconds=30))
     return found.decode()
