@@ -46,7 +46,7 @@ def environment_differences(group: dist.ProcessGroup | None = None, config: Any 
     Raises:
         ValueError: on every rank, naming each rank that differs from most, the field and both values.
     """
-    everyone = [{} for _ in range(dist.get_world_size(group))]
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, environment() if config is None else model(config), group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(everyone))
     lines = differences(everyone, list(ranks))

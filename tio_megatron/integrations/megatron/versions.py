@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from dataclasses import dataclass
+from typing import Any
 
 TORCH = "2.13.0"
 """The torch release that is supported, whatever the build behind the ``+``."""
@@ -53,7 +54,7 @@ class Release:
         return self.version == FULL
 
 
-_OLD = {"router_in_spec": False, "gate_in_spec": True, "padding_mask": False, "wants_slices": True}
+_OLD: dict[str, Any] = {"router_in_spec": False, "gate_in_spec": True, "padding_mask": False, "wants_slices": True}
 _OPTIONS_17 = (
     "use_mup",
     "fused_residual_rmsnorm",
