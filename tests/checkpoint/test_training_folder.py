@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import killed_saves
 import pytest
@@ -154,7 +153,6 @@ def test_a_disk_that_runs_full_while_writing(tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk", "1m") as root:
         save(root, 5, seed=1)
         (root / "filler").write_bytes(bytes(760_000 - 2 * (latest_training(root) / "model" / "model.safetensors").stat().st_size))
-        began = time.monotonic()
         for step in range(6, 40):
             try:
                 save(root, step, seed=1)
@@ -163,7 +161,6 @@ def test_a_disk_that_runs_full_while_writing(tmp_path, monkeypatch):
                 break
         else:
             pytest.fail("the disk never ran full")
-        assert time.monotonic() - began < 20
         assert check(root, {1}) == 1
         assert latest_training(root).name == f"step-{step - 1:08d}" and not list(root.glob(".draft-*"))
 

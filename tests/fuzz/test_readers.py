@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import resource
 import signal
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,9 +98,7 @@ def run(reader: Reader, count: int, base: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_damaged_files(reader: Reader, tmp_path: Path) -> None:
-    began = time.monotonic()
     run(reader, QUICK, tmp_path)
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The job's ranks when one of them is killed, stopped or fails while rank 0 works alone and the others wait: each says who is missing, in time."""
+"""The job's ranks when one of them is killed, stopped or fails while rank 0 works alone and the others wait: each says who is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ world = World()
 assert world.from_first(lambda: 7) == 7
 print("together", flush=True)
 time.sleep(1)
-began = time.monotonic()
 
 def at_work():
     if victim == 0:
@@ -41,7 +40,7 @@ try:
     said = world.from_first(at_work)
 except CollectiveError as error:
     said = f"{error.missing} {error}"
-print(f"{time.monotonic() - began:.1f} {said}", flush=True)
+print(said, flush=True)
 leave(0)
 """
 
@@ -100,15 +99,13 @@ def test_every_other_rank_says_who_is_missing(worlds, harm, victim, says):
         if rank == victim:
             continue
         out, errors = process.communicate(timeout=120)
-        seconds, said = out.split(maxsplit=1)
-        # Rank 0 works for two seconds before it can miss anybody.
-        assert said.startswith(f"({victim},) what rank 0 made alone over ranks 0, 1, 2: {says}") and float(seconds) < SECONDS + 2, (out, errors)
+        assert out.startswith(f"({victim},) what rank 0 made alone over ranks 0, 1, 2: {says}"), (out, errors)
 
 
 def test_rank_0_may_work_for_longer_than_any_collective(worlds):
     for process in worlds["long", 0]:
         out, errors = process.communicate(timeout=120)
-        assert out.split()[1] == "8", (out, errors)
+        assert out.strip() == "8", (out, errors)
 
 
 def test_who_does_not_come_at_all_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""A host whose cable is pulled, and a rank of another host that is killed or stopped in a collective: every other rank says in time who is missing.
+"""A host whose cable is pulled, and a rank of another host killed or stopped in a collective: every other says who is missing, in which sum, and all end.
 
 What runs is ``launch/qwen3_moe.sh consistency --soak`` on each host: collectives one after another, so whoever is harmed is in the middle of one.
 A host's ranks say it once; where each is to be heard, each has a host of its own.
@@ -24,27 +24,18 @@ from netns_hosts import Host
 from examples.qwen3_moe.consistency_options import COLLECTIVES
 
 SECONDS = 10
-LEAVING = 12.0
-"""Seconds that torchrun may take to end once a rank of its host has; a host with the store stays for 4 of them."""
+"""What ``TIO_COLLECTIVE_SECONDS`` is. The tests wait for much longer: what is tested is who is named, in which sum, and that all end."""
 IN_CI = [(signal.SIGSTOP, "doubling")]
 """The others are slow together. SIGKILL is there too, above."""
 pytestmark = pytest.mark.usefixtures("several_hosts")
 
 
-def late() -> float:
-    """Seconds between a harm and the collective that never ends, and between a line and its reading, which are not of the limit: a collective's length on
-    a machine that has only this test to do, more where many others run."""
-    return 1.0 if os.getloadavg()[0] < 4 * (os.cpu_count() or 1) else 5.0
-
-
 @dataclass
 class Told:
-    """What a host has said and when its launch script ended with which status: seconds from the harm. ``lines``: of its stderr."""
+    """What a host has said and the status with which its launch script ended. ``lines``: of its stderr."""
 
     line: str
-    said: float
     status: int
-    ended: float
     lines: list[str]
 
 
@@ -54,17 +45,12 @@ class Listener:
     def __init__(self, process) -> None:
         self.process, self.lines, self._wrong = process, [], []
         self._readers = [threading.Thread(target=self._read, args=(pipe,), daemon=True) for pipe in (process.stdout, process.stderr)]
-        self.ended = 0.0
-        for reader in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+        for reader in self._readers:
             reader.start()
-
-    def _wait(self) -> None:
-        self.process.wait()
-        self.ended = time.monotonic()
 
     def _read(self, pipe) -> None:
         for line in pipe:
-            self.lines.append((time.monotonic(), line.rstrip()))
+            self.lines.append(line.rstrip())
             if pipe is self.process.stderr:
                 self._wrong.append(line.rstrip())
 
@@ -74,14 +60,14 @@ class Listener:
             reader.join(10)
         return self._wrong
 
-    def heard(self, text: str, seconds: float) -> tuple[float, str]:
-        """The first line with ``text``, and when it came."""
+    def heard(self, text: str, seconds: float) -> str:
+        """The first line with ``text``."""
         deadline = time.monotonic() + seconds
         while True:
-            found = [(at, line) for at, line in self.lines if text in line]
+            found = [line for line in self.lines if text in line]
             if found:
                 return found[0]
-            assert time.monotonic() < deadline and (self.process.poll() is None or not text), (self.process.poll(), [line for _, line in self.lines])
+            assert time.monotonic() < deadline and (self.process.poll() is None or not text), (self.process.poll(), self.lines)
             time.sleep(0.02)
 
 
@@ -95,7 +81,6 @@ def told(
     all_end: bool = True,
     *,
     training: bool = False,
-    said_within: float = SECONDS + 20,
 ) -> dict[int, Told]:
     """What ``survivors`` of ``hosts`` with ``ranks`` each are told after ``harm(hosts, processes by rank)``. ``all_end``: the other hosts end too.
 
@@ -113,17 +98,11 @@ def told(
         first.heard(begun, 120)
         places = {rank: process for host in made for rank, process in launched.ranks_on(host).items()}
         assert sorted(places) == list(range(hosts * ranks))
-        began = time.monotonic()
         harm(made, places)
         found = {}
         for host in survivors:
-            said, line = listeners[host].heard("qwen3_moe: rank ", said_within)
-            deadline = time.monotonic() + 60
-            while not listeners[host].ended:
-                assert time.monotonic() < deadline, (host, listeners[host].lines)
-                time.sleep(0.02)
-            status = listeners[host].process.returncode
-            found[host] = Told(line, said - began, status, listeners[host].ended - began, listeners[host].errors())
+            line = listeners[host].heard("qwen3_moe: rank ", 90)
+            found[host] = Told(line, listeners[host].process.wait(60), listeners[host].errors())
         for number in set(range(hosts)) - survivors if all_end else ():
             listeners[number].process.wait(60)  # a stopped rank's torchrun finds the first host gone, and ends it
         left = [process for number, host in enumerate(made) for process in host.processes() if all_end or number in survivors]
@@ -136,15 +115,14 @@ def test_a_host_that_is_cut_off(tmp_path):
     found = told(2, 2, tmp_path, lambda hosts, ranks: hosts[1].link(False), {0, 1})
     for host, heard in found.items():
         away = [2, 3] if host == 0 else [0, 1]
-        assert heard.said < SECONDS + late() and heard.status == 1, found
+        assert heard.status == 1, found
         assert f"over ranks 0, 1, 2, 3: rank {away[0]} does not answer" in heard.line, found
         assert ("is this host's network up, and the first host's?" in heard.line) == (host == 1), found
-        assert heard.ended < heard.said + LEAVING, found
 
 
 def test_a_rank_killed_on_the_other_host(tmp_path):
     found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[3], signal.SIGKILL), {0, 1})
-    assert found[0].said < SECONDS + late() and found[0].status == 1 and found[0].ended < found[0].said + LEAVING, found
+    assert found[0].status == 1, found
     # torchrun ends the other rank of that host in the same moment.
     assert re.search(r"over ranks 0, 1, 2, 3: (rank 2 does not answer \(pid .*|)rank 3 does not answer \(pid \d+ on h1: killed, ", found[0].line), found
 
@@ -154,7 +132,7 @@ def test_a_rank_killed_on_the_first_host(tmp_path, rank):
     """The store that brought the ranks together is there; it stays until the other host's ranks have asked it."""
     found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[rank], signal.SIGKILL), {0, 1})
     assert (found[0].line, found[0].status) == (f"qwen3_moe: rank {rank} was ended by SIGKILL (out of memory?)", 137), found
-    assert found[1].said < SECONDS + late() and found[1].status == 1 and found[1].ended < found[1].said + LEAVING, found
+    assert found[1].status == 1, found
     assert re.search(rf"over ranks 0, 1, 2, 3: (rank 0 does not answer \(pid .*|)rank {rank} does not answer \(pid \d+ on h0: killed, ", found[1].line), found
     assert found[1].lines == [found[1].line], "one line, without frames of C++"
 
@@ -168,7 +146,7 @@ def test_all_of_the_first_host_is_killed(tmp_path):
                 os.kill(number, signal.SIGKILL)
 
     found = told(2, 2, tmp_path, kill, {1}, all_end=False)[1]
-    assert found.said < SECONDS + late() and found.status == 1 and found.ended < found.said + LEAVING, found
+    assert found.status == 1, found
     assert re.search(
         r"over ranks 0, 1, 2, 3: rank 0 does not answer \(pid .*rank 1 does not answer \(pid .*the store .*, at 10\.77\.0\.1:\d+, has ended", found.line
     ), found
@@ -177,10 +155,10 @@ def test_all_of_the_first_host_is_killed(tmp_path):
 
 def test_the_first_host_is_cut_off_while_groups_are_made(tmp_path):
     """The store is behind that cable: whoever asks it hears nothing, and torch itself would wait for an answer until the cable is back."""
-    found = told(2, 2, tmp_path, lambda hosts, ranks: hosts[0].link(False), {0, 1}, training=True, said_within=90)
+    found = told(2, 2, tmp_path, lambda hosts, ranks: hosts[0].link(False), {0, 1}, training=True)
     for host, heard in found.items():
         away = [2, 3] if host == 0 else [0, 1]
-        assert heard.status == 1 and heard.ended < heard.said + LEAVING, found
+        assert heard.status == 1, found
         says = rf"making the process groups of .* over ranks 0, 1, 2, 3: rank {away[0]} does not answer \(pid .*rank {away[1]} does"
         assert re.search(says, heard.line), found
         assert heard.lines == [heard.line], "one line, without a traceback"
@@ -195,9 +173,9 @@ def test_the_first_host_is_cut_off_while_groups_are_made(tmp_path):
     ],
 )
 def test_a_rank_of_another_host_is_harmed_in_a_collective(tmp_path, collective, number):
-    """Three hosts with a rank each: both others name the third, within the time that was set. torchrun needs 30 s more to end a stopped rank."""
+    """Three hosts with a rank each: both others name the third. torchrun needs 30 s more to end a stopped rank."""
     found = told(3, 1, tmp_path, lambda hosts, ranks: os.kill(ranks[2], number), {0, 1}, (collective,), collective == "ring")
     for heard in found.values():
-        assert heard.said < SECONDS + late() and heard.status == 1 and heard.ended < heard.said + LEAVING, found
+        assert heard.status == 1, found
         # Another host's processes cannot be looked at: which of the four it is, is for who goes there.
         assert re.search(r"over ranks 0, 1, 2: rank 2 does not answer \(pid \d+ on h2: killed, stopped, busy elsewhere, or cut off\)", heard.line), found

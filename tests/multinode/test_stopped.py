@@ -21,7 +21,7 @@ def test_a_host_that_waits_for_a_stopped_first_host_ends(tmp_path, signalled):
     """Two of three hosts have come."""
     with network.hosts(2) as made:
         shared = {"NNODES": "3", "MASTER_ADDR": made[0].address, "MASTER_PORT": str(launched.free_port()), "NPROC_PER_NODE": "1"}
-        shared |= {"TIO_RENDEZVOUS_SECONDS": "300" if signalled else "12"}
+        shared |= {"TIO_RENDEZVOUS_SECONDS": "300" if signalled else "36"}
         first, second = (
             made[number].start(["bash", launched.JOB, *WORDS], launched.environment(tmp_path, NODE_RANK=str(number), **shared), tmp_path) for number in (0, 1)
         )
@@ -31,7 +31,7 @@ def test_a_host_that_waits_for_a_stopped_first_host_ends(tmp_path, signalled):
         time.sleep(3)
         if signalled:
             os.kill(launched.launcher_on(made[1]), signal.SIGTERM)
-        out, wrong = second.communicate(timeout=60)
+        out, wrong = second.communicate(timeout=120)
         os.kill(launched.launcher_on(made[0]), signal.SIGCONT)
         os.kill(launched.launcher_on(made[0]), signal.SIGTERM)
         _, firsts = first.communicate(timeout=60)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import netns_hosts as network
 import pytest
 from launched import JOB, environment, free_port
@@ -13,15 +11,13 @@ pytestmark = pytest.mark.usefixtures("several_hosts")
 
 def test_a_number_given_twice(tmp_path):
     words = ["bash", JOB, "consistency", "--soak", "600", "--layouts", "dp2"]
-    shared = {"NNODES": "2", "MASTER_PORT": str(free_port()), "TIO_RENDEZVOUS_SECONDS": "60", "NPROC_PER_NODE": "1"}
+    shared = {"NNODES": "2", "MASTER_PORT": str(free_port()), "TIO_RENDEZVOUS_SECONDS": "360", "NPROC_PER_NODE": "1"}
     with network.hosts(3) as made:
         variables = shared | {"MASTER_ADDR": made[0].address}
         first, second = (made[number].start(words, environment(tmp_path, NODE_RANK=str(number), **variables), tmp_path) for number in (0, 1))
         assert first.stdout.readline().startswith("2 ranks on 2 hosts: every collective has come back once")
-        began = time.monotonic()
         third = made[2].start(words, environment(tmp_path, NODE_RANK="1", **variables), tmp_path)
         said, wrong = third.communicate(timeout=120)
-        assert time.monotonic() - began < 60, "sooner than the limit"
         says = f"qwen3_moe: error: this run at {made[0].address}:{shared['MASTER_PORT']} already has its host number 1 of 2: is NODE_RANK 1 given twice"
         assert third.returncode == 2 and not said and wrong.startswith(says) and len(wrong.splitlines()) == 1, (third.returncode, said, wrong)
         assert first.poll() is None and second.poll() is None, "the run goes on"

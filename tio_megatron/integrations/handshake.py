@@ -118,7 +118,7 @@ def meet(mine: Mapping[str, Any], ranks: Sequence[int], seconds: float | None = 
         return _judged([dict(mine)], [])
     limit = wait_seconds() if seconds is None else seconds
     store = dist.distributed_c10d._get_default_store()
-    store.set(_key(mine["engine"], dist.get_rank()), json.dumps(dict(mine)).encode())
+    store.set(_key(mine["engine"], dist.get_rank()), json.dumps(dict(mine)))
     found: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + limit
     for rank in ranks:

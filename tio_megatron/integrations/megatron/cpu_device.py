@@ -160,7 +160,7 @@ def _cuda_type_names() -> Iterator[None]:
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = typed  # type: ignore[method-assign]
+    torch.Tensor.type = typed  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -251,7 +251,7 @@ def _table() -> list[Patch]:
             ("stream", contextlib.nullcontext),
             ("get_rng_state", lambda *args, **kwargs: torch.random.get_rng_state()),
             ("set_rng_state", lambda state, *args, **kwargs: torch.random.set_rng_state(state)),
-            ("manual_seed", lambda seed: torch.random.default_generator.manual_seed(seed) and None),
+            ("manual_seed", lambda seed: torch.default_generator.manual_seed(seed) and None),
         )
     ]
     patches += [Patch(f"torch.cuda.nvtx:{name}", _constant(_constant(None)), why=cuda) for name in ("range_push", "range_pop")]

@@ -69,8 +69,8 @@ class BufferSums:
             start, end, _ = buffer.param_index_map[parameter]
             name = names[parameter]
             grid = _grid_of(parameter, name)
-            parts = [t[start:end].view(parameter.shape) for t in (self.low, self.high)]
-            sums = IntegerSum(*parts, self.peaks[number : number + 1], grid.unit(0.0), grid.split_of(0.0))
+            low, high = (t[start:end].view(parameter.shape) for t in (self.low, self.high))
+            sums = IntegerSum(low, high, self.peaks[number : number + 1], grid.unit(0.0), grid.split_of(0.0))
             parameter.main_grad = buffer.grad_data[start:end].view(parameter.shape)
             parameter.tio_sum = BufferPart(name, parameter, sums, grid, self, start, end)
             self.parameters.append(parameter.tio_sum)

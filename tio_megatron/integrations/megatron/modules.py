@@ -264,11 +264,11 @@ def adopt_embedding(module: VocabParallelEmbedding, vocab: int) -> None:
     """Make ``module`` (and what holds a reference to it) compute as ours, keeping its weight."""
     module.__class__ = OrderedEmbedding
     groups.keep_tensor_group(module)
-    module.vocab = vocab  # type: ignore[assignment]
+    module.vocab = vocab
 
 
 def adopt_output(module: ColumnParallelLinear, vocab: int) -> None:
     """Make ``module`` (and what holds a reference to it) compute as ours, keeping its weight."""
     module.__class__ = OrderedOutput
     groups.keep_tensor_group(module)
-    module.vocab = vocab  # type: ignore[assignment]
+    module.vocab = vocab

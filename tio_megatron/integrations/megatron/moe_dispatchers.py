@@ -8,6 +8,8 @@ different token counts are in flight in a pipeline.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
@@ -38,7 +40,10 @@ def row_labels(way: AllToAll | AllGather, hidden_shape: torch.Size, slices: int)
     return RowLabels(labels, batch, *owners)
 
 
-class _TwoSteps:
+_Stock: Any = object
+
+
+class _TwoSteps(_Stock):
     """The six steps as the two that ``MoELayer`` calls up to megatron-core 0.12."""
 
     def token_permutation(

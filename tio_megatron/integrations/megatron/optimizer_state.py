@@ -117,10 +117,10 @@ def _put(optimizer: Any, parameter: torch.nn.Parameter, kind: str, whole: torch.
             main, owned = _slice(optimizer, parameter)
             _write(optimizer.optimizer, main, kind, whole.view(-1)[owned.start : owned.end])
         return True
-    main = _main(optimizer, parameter)
-    if main is None:
+    held = _main(optimizer, parameter)
+    if held is None:
         return False
-    _write(optimizer.optimizer, main, kind, whole)
+    _write(optimizer.optimizer, held, kind, whole)
     return True
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -54,7 +55,7 @@ class Place:
         )
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: Any) -> Any:
     """The GPTModel inside Megatron's wrappers (DDP, Float16Module)."""
     while not hasattr(model, "decoder") and hasattr(model, "module"):
         model = model.module
@@ -100,7 +101,7 @@ _ALIKE = {
 """Parameters of a layer that are one HF tensor, cut as the table says."""
 
 
-def pieces_of(name: str, weight: torch.Tensor, model: torch.nn.Module, shape: ModelShape, table: dict[str, TensorSpec], place: Place) -> Iterator[Piece]:
+def pieces_of(name: str, weight: torch.Tensor, model: Any, shape: ModelShape, table: dict[str, TensorSpec], place: Place) -> Iterator[Piece]:
     """What ``weight``, in the place of the parameter ``name``, holds; see :func:`pieces`."""
     if name in VOCABULARY:
         yield from _vocabulary_rows(table[_vocabulary_tensor(name, shape)], weight, place, name)

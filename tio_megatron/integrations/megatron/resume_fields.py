@@ -101,7 +101,7 @@ def group_rows(optimizer: Any, schedule: Any) -> Iterator[dict[str, Any]]:
 def tensor_kinds(model: torch.nn.Module, optimizer: Any, shape: ModelShape) -> dict[str, Kind]:
     """The kind of group that steps each HF tensor this rank's optimizers hold elements of."""
     held = [find for part in optimizers(optimizer) if (find := group_of(part)) is not None]
-    found = {}
+    found: dict[str, Kind] = {}
     for parameter, names in tensor_names(model, shape):
         group = next((group for find in held if (group := find(parameter)) is not None), None)
         if group is not None:

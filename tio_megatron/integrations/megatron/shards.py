@@ -7,6 +7,7 @@ looks like a copy, and only the first tensor-parallel rank's shard would be coun
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -28,7 +29,7 @@ def tag_shards(model: torch.nn.Module) -> None:
             _tag(module.linear_fc2.weights(), 1)
 
 
-def _tag(weights: Iterable[torch.Tensor | None], dim: int, stride: int = 1) -> None:
+def _tag(weights: Iterable[Any], dim: int, stride: int = 1) -> None:
     for weight in weights:
         # An output layer that uses the embedding's weight has none of its own.
         if weight is not None and not getattr(weight, "tensor_model_parallel", False):

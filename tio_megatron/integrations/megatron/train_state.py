@@ -94,7 +94,7 @@ def save_training(
     everyone = checks.gathered((state.pop("largest"), state.pop("groups"), state.pop("kinds"), state))
     randoms = checks.gathered(random_states())
     if getattr(model, "ddp_config", None) is not None and getattr(model.ddp_config, "overlap_param_gather", False):
-        model.start_param_sync(force_sync=True)  # else weights of other ranks' shards arrive only with the next forward pass
+        model.start_param_sync(force_sync=True)  # type: ignore[operator]  # else weights of other ranks' shards arrive only with the next forward pass
     with ExitStack() as stack:
         draft: TrainingDraft | None = None
 
@@ -109,7 +109,7 @@ def save_training(
         fp32 = replace(config, dtype="float32", raw={**config.raw, "dtype": "float32"})
         _write(draft, MODEL, config, lambda before: export_weights(model, config, before=before), files)
         for kind in KINDS:
-            _write(draft, kind, fp32, lambda before, kind=kind: export_state(model, optimizer, config, kind, before=before))
+            _write(draft, kind, fp32, lambda before, kind=kind: export_state(model, optimizer, config, kind, before=before))  # type: ignore[misc]
         return Path(checks.from_first(lambda: str(draft.commit(state)) if draft is not None else ""))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from tio_megatron.integrations import releases
 
@@ -51,7 +52,7 @@ class Release:
         return self.version == FULL
 
 
-_OLD = {"router_in_spec": False, "gate_in_spec": True, "padding_mask": False, "wants_slices": True}
+_OLD: dict[str, Any] = {"router_in_spec": False, "gate_in_spec": True, "padding_mask": False, "wants_slices": True}
 _OPTIONS_17 = (
     "use_mup",
     "fused_residual_rmsnorm",

@@ -162,12 +162,12 @@ def _words(name: str, value: Any, actions: Mapping[str, list[argparse.Action]], 
                 return
         if not any(action.nargs is None and action.type is bool for action in known):
             raise ValueError(f"{name}={value!r}: no argument says so; {not value!r}, the default, would work")
-    action = next((action for action in known if action.nargs != 0), None)
-    if action is None:
+    valued = next((action for action in known if action.nargs != 0), None)
+    if valued is None:
         raise ValueError(f"{name}={value!r}: a switch; true or false would work")
-    if isinstance(value, list) and action.nargs is not None:
-        yield action.option_strings[0]
+    if isinstance(value, list) and valued.nargs is not None:
+        yield valued.option_strings[0]
         yield from map(str, value)
     else:
         said = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value  # as a pattern of layers is written, without blanks
-        yield f"{action.option_strings[0]}={said}"
+        yield f"{valued.option_strings[0]}={said}"

@@ -70,10 +70,10 @@ class _HostModule(types.ModuleType):
         """The host has no such limit."""
 
     def manual_seed(self, seed: int) -> None:
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def memory_allocated(self, device: Any = None) -> int:
         """Bytes of this process's largest resident set: of all that the host can say it is closest."""
@@ -99,7 +99,7 @@ class _HostModule(types.ModuleType):
 
 
 @PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):  # type: ignore[misc]
+class CpuPlatform(PlatformBase):
     """A host as verl's accelerator. Ray counts ranks as its GPUs (``num_gpus``), because verl asks Ray for accelerator numbers by that name."""
 
     def __init__(self) -> None:

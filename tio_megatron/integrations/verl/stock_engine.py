@@ -36,7 +36,7 @@ def stock_patches() -> list[Patch]:
 def _plain_linear(original: Callable[..., None]) -> Callable[..., None]:
     """The weight stays where it is, and torch multiplies by it: what vLLM does where it has nothing to pack."""
 
-    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
             layer.cpu_linear = torch.nn.functional.linear
         else:

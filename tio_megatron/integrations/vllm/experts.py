@@ -50,11 +50,11 @@ class FixedOrderExperts(FusedMoEMethodBase):
         """Nothing is quantized."""
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Called by vLLM after a load."""
         layer.seal()
 
-    def apply_monolithic(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_monolithic(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [T, H], ``router_logits`` [T, E] fp32 -> [T, H]."""
         return layer.call(x, router_logits)
 

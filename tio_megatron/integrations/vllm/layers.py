@@ -46,7 +46,7 @@ class SealAfterLoading(UnquantizedLinearMethod):
         # Stock's constructor chooses a product; there is none here.
         pass
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Called by vLLM after a load."""
         layer.seal()
 
@@ -59,6 +59,7 @@ class FixedOrder(OneCopy):
     """Mixin of the linear layers: unquantized, without bias, one packed weight."""
 
     packed: PackedWeight
+    quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,16 +187,16 @@ class TioSiluAndMul(SiluAndMul):
 class SealVocabulary(UnquantizedEmbeddingMethod):
     """The method of embedding and head: packs after a load, and ties."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Called by vLLM after a load."""
         layer.seal()
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: VocabParallelEmbedding) -> torch.nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: VocabParallelEmbedding) -> Any:
         """One copy for both: the embedding's, packed."""
         layer.share(embed_tokens)
         return layer
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 logits of this rank's rows of the vocabulary."""
         return layer.logits(x)
 
@@ -204,6 +205,7 @@ class TioVocabParallelEmbedding(Opaque, OneCopy, VocabParallelEmbedding):
     """Every row has one owner: rows are moved, not summed. Its rows lie as they are; packed, once a head shares them."""
 
     packed: PackedWeight
+    quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -256,6 +258,7 @@ class TioParallelLMHead(OneCopy, ParallelLMHead):
     """fp32 logits; the vocabulary is cut by TP, H is not."""
 
     packed: PackedWeight
+    quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -39,7 +39,7 @@ def all_patches() -> tuple[Patch, ...]:
     asked = (
         Patch(
             f"{workers.WORKER}.{method.__name__}",
-            lambda stock, method=method: method,
+            lambda stock, method=method: method,  # type: ignore[misc]
             "collective_rpc calls methods of the worker, whatever its class",
             may_be_absent=True,
             supported=releases.described("vllm"),

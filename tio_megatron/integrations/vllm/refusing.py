@@ -30,7 +30,7 @@ _GRACEFUL: Any = getattr(exceptions, "GracefulHTTPError", None)
 """What a server answers with its status; not there in vLLM 0.23, the one that vllm-ascend 0.23 is for."""
 
 
-class WeightsNotWholeError(*((_GRACEFUL,) if _GRACEFUL else ()), ValueError):
+class WeightsNotWholeError(*((_GRACEFUL,) if _GRACEFUL else ()), ValueError):  # type: ignore[misc]  # a base that one release lacks
     """A request would have run on half-loaded weights, or on two sets of weights; the engine lives."""
 
     def __init__(self, message: str) -> None:

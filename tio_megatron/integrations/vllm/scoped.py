@@ -22,7 +22,7 @@ from tio_megatron.checkpoint import tensor_table
 from tio_megatron.integrations.vllm import in_force, parts, refusals
 from tio_megatron.integrations.vllm.building import Build, building
 from tio_megatron.integrations.vllm.front import ARGUMENT
-from tio_megatron.integrations.vllm.weights import Ledger
+from tio_megatron.integrations.vllm.weights import Ledger, Stock
 
 PARTS = parts.chosen()
 REPLACEMENTS = PARTS.replacements
@@ -50,7 +50,7 @@ def _restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
     table.update(before)
 
 
-class _FixedOrderModel:
+class _FixedOrderModel(Stock):
     """Mixin before a stock model class."""
 
     ledger: Ledger
@@ -89,7 +89,7 @@ class _FixedOrderModel:
                 yield name, tensor
 
         try:
-            loaded = super().load_weights(counted())  # type: ignore[misc]
+            loaded = super().load_weights(counted())
         except BaseException as error:
             ledger.fail(f"a load of weights failed ({type(error).__name__}: {error})")
             raise
@@ -111,7 +111,7 @@ class _FixedOrderModel:
         if ledger.is_open():
             ledger.close()
         ledger.served = True
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)
 
 
 class TioQwen3MoeForCausalLM(_FixedOrderModel, Qwen3MoeForCausalLM):

@@ -102,7 +102,11 @@ class Ledger:
         return {"packed": sum(layer.packed_bytes() for layer in layers), "raw": sum(layer.raw_bytes() for layer in layers)}
 
 
-class OneCopy:
+Stock: Any = object
+"""The base of a mixin that stands before a class of vLLM: whose attributes it uses, and which carries no types."""
+
+
+class OneCopy(Stock):
     """Mixin before a stock layer class: its weights become packed ones.
 
     The layer calls :meth:`keep_packed` once for each parameter after the stock constructor.
@@ -122,12 +126,12 @@ class OneCopy:
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The stock loader, on a raw weight."""
         self._open(param)
-        return super().weight_loader(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
+        return super().weight_loader(param, loaded_weight, *args, **kwargs)
 
     def weight_loader_v2(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The stock loader, on a raw weight."""
         self._open(param)
-        return super().weight_loader_v2(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
+        return super().weight_loader_v2(param, loaded_weight, *args, **kwargs)
 
     def _open(self, param: torch.nn.Parameter) -> None:
         # vLLM's layerwise reload first calls a loader on the meta device, to count what it would write.
