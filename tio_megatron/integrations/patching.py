@@ -7,6 +7,7 @@ import by value keeps its old meaning there, so such a name is patched where it 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -121,7 +122,7 @@ class PatchSet:
             else:
                 now.append(patch)
         self._replace(now)
-        self._hooks = {module: ImportHook(module, after=lambda module=module: self._arrived(module, waiting[module])) for module in waiting}
+        self._hooks = {module: ImportHook(module, after=functools.partial(self._arrived, module, waiting[module])) for module in waiting}
         self.is_on = True
         return self
 

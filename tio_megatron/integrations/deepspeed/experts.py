@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tio_megatron.integrations.deepspeed.linears import is_ordered
-from tio_megatron.integrations.deepspeed.sums import sum_of
+from tio_megatron.integrations.deepspeed.sums import micro_batch_sum
 
 
 def run_experts(experts: Sequence[nn.Module], rows: Tensor, counts: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _others(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in expert.named_modules():
         if not is_ordered(module):
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                if sum_of(parameter) is not None:
+                if micro_batch_sum(parameter) is not None:
                     yield name, parameter
 
 
@@ -57,7 +57,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.kept = sum_of(parameter)
+        ctx.kept = micro_batch_sum(parameter)
         return parameter.view_as(parameter)
 
     @staticmethod

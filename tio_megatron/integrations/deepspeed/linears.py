@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.deepspeed.state import ordered, refuse_run
-from tio_megatron.integrations.deepspeed.sums import sum_of
+from tio_megatron.integrations.deepspeed.sums import micro_batch_sum
 from tio_megatron.kernels.linear import matmul
 from tio_megatron.layers.linear import column_parallel, row_parallel
 
@@ -118,7 +118,7 @@ class _AddBias(torch.autograd.Function):
             return dy, None
         rows = dy.reshape(-1, dy.shape[-1])
         total = matmul(rows.t(), torch.ones(1, len(rows), dtype=rows.dtype, device=rows.device)).view(-1)
-        kept = sum_of(bias)
+        kept = micro_batch_sum(bias)
         if kept is None:
             return dy, total.to(bias.dtype)
         kept.add(total)

@@ -88,6 +88,12 @@ class MicroBatchSum(ParameterSum):
         self.partials = 0
 
 
+def micro_batch_sum(parameter: Tensor) -> MicroBatchSum | None:
+    """The sum of a parameter that a DeepSpeed engine trains under a contract."""
+    found = sum_of(parameter)
+    return found if isinstance(found, MicroBatchSum) else None
+
+
 class GradientSums:
     """The sums of all parameters that one engine trains.
 
@@ -102,8 +108,8 @@ class GradientSums:
         self.parameters = [MicroBatchSum(*one) for one in parameters]
         self.micro_batches, self.here, self.seen = micro_batches, here, 0
         for p in self.parameters:
-            before = sum_of(p.parameter)
-            if isinstance(before, MicroBatchSum) and before.hook is not None:
+            before = micro_batch_sum(p.parameter)
+            if before is not None and before.hook is not None:
                 before.hook.remove()  # of an earlier engine on the same model
             p.parameter.tio_sum = p  # type: ignore[attr-defined]
             p.hook = p.parameter.register_post_accumulate_grad_hook(_taker(p, refuse_run))

@@ -12,7 +12,9 @@ class Patches(Protocol):
     """Patches in force: a :class:`tio_megatron.integrations.patching.PatchSet`, or those that went through MindSpeed's manager."""
 
     through: str
-    targets: tuple[str, ...]
+
+    @property
+    def targets(self) -> tuple[str, ...]: ...
 
     def problems(self) -> list[str]: ...
 
