@@ -15,7 +15,7 @@ from tio_megatron.verify.doctor import of_workers, workers
 
 
 def one(**changed):
-    fields = dict(contract="c0", kernels="cpu-1", symbols=["a:b"], problems=[], distributions=("torch",))
+    fields = dict(contract="c0", kernels="cpu-1", symbols=["a:b"], problems=[])
     return handshake.record("megatron-core", **(fields | changed))
 
 
