@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if in_care(item.path):
             item.add_marker(pytest.mark.full)
-    items.sort(key=lambda item: ENGINES_LAST in item.path.parents or hasattr(item.module, "Engine"))
+    items.sort(key=lambda item: ENGINES_LAST in item.path.parents or hasattr(getattr(item, "module", None), "Engine"))
 
 
 @pytest.fixture
