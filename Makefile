@@ -42,6 +42,9 @@ IN_DEEPSPEED    = env PATH="$(abspath $(DEEPSPEED))/bin:$$PATH" DS_ACCELERATOR=c
 # torch_npu's own start-up is off: it would run, and fail, in every import of torch
 IN_ASCEND    = env PATH="$(abspath $(ASCEND))/bin:$$PATH" LD_LIBRARY_PATH="$(abspath $(ASCEND))/cann" TORCH_DEVICE_BACKEND_AUTOLOAD=0 ASCEND_WHEEL=1 PYTHONPATH="$(CURDIR)"
 
+# two files of tests beside each other, each in its order: most of a file's tests are one process or wait, and a world of ranks is a file's own
+TWO_AT_ONCE = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
 define HELPERS
 say() { printf 'make: %s\n' "$$*" >&2; }
 die() { say "$$@"; exit 1; }
@@ -75,7 +78,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed bench-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend check bench clean distclean
+.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed bench-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -96,11 +99,13 @@ matrix-train: setup  ## training in 36 layouts, 8 with an auxiliary loss, and ch
 faults: setup  ## plants 22 kinds of mismatch, lets tio diagnose name them, and writes the table in docs/divergence.md
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/faults.py $(ARGS)
 
-test: setup  ## the tests that CI runs
-	@$(BIN)/python -m pytest -m 'not full' $(ARGS)
+test: setup  ## what CI runs, at most 10 minutes on two cores: ruff, mypy, and the tests of the promise
+	@$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(TWO_AT_ONCE) -m 'not full' $(ARGS)
 
-test-full: setup  ## all tests, the slow ones too
-	@$(BIN)/python -m pytest $(ARGS)
+test-full: setup  ## all tests, at most an hour: also those of the care around the promise
+	@$(TWO_AT_ONCE) $(ARGS)
 
 test-multinode: setup  ## every test over several hosts, the slow ones too: network namespaces on this machine (root, iproute2)
 	@$(BIN)/python -m pytest tests/multinode $(ARGS)
@@ -148,11 +153,6 @@ test-vllm-ascend: setup  ## what we name of vllm-ascend against its sources: VLL
 	@$(HELPERS)
 	[ -f '$(VLLM_ASCEND)/vllm_ascend/platform.py' ] || die "no vllm_ascend/platform.py in VLLM_ASCEND='$(VLLM_ASCEND)': make test-vllm-ascend VLLM_ASCEND=DIR, with the unpacked sources of vllm-ascend 0.23.0"
 	VLLM_ASCEND='$(abspath $(VLLM_ASCEND))' VLLM='$(if $(VLLM),$(abspath $(VLLM)))' $(BIN)/python -m pytest tests/integrations/vllm_ascend $(ARGS)
-
-check: setup  ## ruff, mypy and the tests
-	@$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -m 'not full' $(ARGS)
 
 bench: setup  ## the benchmarks, against the stock packages
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -7,12 +7,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tio_megatron.contract import ReductionTree
-
-settings.register_profile("tio", deadline=None, derandomize=True)
-settings.load_profile("tio")
 
 _MOST = 1 << 16
 

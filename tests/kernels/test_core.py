@@ -98,9 +98,11 @@ def arm(tmp_path_factory):
     return lambda name: [machine, str(folder / name)]
 
 
+@pytest.mark.full
 def test_the_product_on_arm(arm):
     product(arm("product_check"))
 
 
+@pytest.mark.full
 def test_every_operator_on_arm(arm):
     assert goldens(arm("calls")) == golden.read()[1]

@@ -26,6 +26,7 @@ def interpreted(*which: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_triton
+@pytest.mark.full
 def test_interpreted():
     done = interpreted("-m", "not full")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -152,6 +153,7 @@ def test_the_compilers_report_is_the_one_in_the_repository():
     assert triton_report.table() == (known, [])
 
 
+@pytest.mark.full
 def test_the_check_for_a_gpu_rehearses_on_the_cpu(tmp_path: Path):
     """Trainer TP 2 EP 2 in two processes and paged rollout: the script that waits for a GPU, with the CPU's kernels."""
     script = [sys.executable, "benchmarks/gpu_check.py"]

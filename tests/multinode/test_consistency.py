@@ -47,12 +47,14 @@ def test_hosts_change_no_byte(alone, place, tmp_path):
     check(launched.run(hosts, tmp_path, ["consistency", "--layouts", *LAYOUTS, "--expect", alone]), alone, places, len(LAYOUTS))
 
 
+@pytest.mark.full
 def test_four_hosts_in_another_order_change_no_byte(alone, tmp_path):
     found = launched.run(4, tmp_path, ["consistency", "--layouts", LAYOUTS[2], "--expect", alone], backwards=True)
     check(found, alone, "4 ranks on 4 hosts", 1)
     assert [bool(out) for _, out, _ in found] == [False, False, False, True], "rank 0 is where the address sorts first, not where the hosts meet"
 
 
+@pytest.mark.full
 def test_a_network_with_faults_changes_no_byte(alone, tmp_path, capsys):
     with capsys.disabled():
         print(f"\nfaults of the network by {network.who_makes_faults()}: {network.Faults()}")
@@ -78,6 +80,7 @@ def test_stock_differs(tmp_path):
     assert "4 ranks on 2 hosts: the bytes of one process in 0 of 2 layouts (stock, " in said, found
 
 
+@pytest.mark.full
 def test_a_soak_ends_in_time_and_finds_nothing(tmp_path: Path):
     found = launched.run(2, tmp_path, ["consistency", "--soak", "1", "--layouts", "dp2"])
     assert [status for status, _, _ in found] == [0, 0], found

@@ -51,7 +51,7 @@ def test_ranks_hold_parts_of_the_groups():
         assert_same_bytes(expected[mine], got)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(-1e4, 1e4).map(lambda x: torch.tensor(x).item()), st.integers(2, 9))
 def test_equal_rewards_teach_nothing(reward, n):
     for options in OPTIONS:

@@ -94,7 +94,7 @@ def test_refusals():
         weighted_sum(torch.ones(2), torch.ones(3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=30), st.integers(0, 30))
 def test_summaries_join(x, cut):
     whole, joined = Summary.of(torch.tensor(x)), Summary.of(torch.tensor(x[cut:])) + Summary.of(torch.tensor(x[:cut]))

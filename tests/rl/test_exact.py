@@ -19,7 +19,7 @@ numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), m
 doubles = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numbers, st.randoms())
 def test_any_order_and_any_split(x, random):
     whole = ExactSum.of(torch.tensor(x))
@@ -31,13 +31,13 @@ def test_any_order_and_any_split(x, random):
     assert parts.exact() == whole.exact() == [sum(map(Fraction, x), Fraction())]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(doubles)
 def test_doubles_are_exact_too(x):
     assert ExactSum.of(torch.tensor(x, dtype=torch.float64)).exact() == [sum(map(Fraction, x), Fraction())]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(-(2.0**80), 2.0**80, width=32), st.integers(-(2**40), 2**40), st.integers(0, 60))
 def test_rounding_once(x, offset, scale):
     """The nearest fp32 number: neither neighbour is nearer, and one as near is odd."""

@@ -36,7 +36,7 @@ def tokens(seed=0):
     return new, old, sequence
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(logs, min_size=1, max_size=20))
 def test_policies_that_agree(x):
     x = torch.tensor(x)
@@ -126,7 +126,7 @@ def test_a_sequence_ratio_sends_each_token_its_own_gradient():
     assert not given.grad[sequence < 0].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logs, logs)
 def test_k3_is_never_negative(a, b):
     assert kl(torch.tensor([a]), torch.tensor([b])).item() >= 0

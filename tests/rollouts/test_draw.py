@@ -44,7 +44,7 @@ def test_without_replacement_every_place_once():
         draw([1.0, 0.0, 1.0], 3, seed=3, replace=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(any), seed=st.integers(-(2**70), 2**70))
 def test_the_tree_finds_what_a_walk_finds(weights, seed):
     """The reference in one line, for with and without replacement."""

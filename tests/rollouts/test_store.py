@@ -200,7 +200,7 @@ def test_without_log_probabilities(tmp_path):
         _ = store.batch(0).responses
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(where=st.integers(0, 10_000), value=st.binary(min_size=1, max_size=12), cut=st.booleans())
 def test_damage_of_any_kind_is_one_clear_error(tmp_path_factory, where, value, cut):
     folder = tmp_path_factory.mktemp("fuzz")

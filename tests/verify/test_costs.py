@@ -203,6 +203,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_the_written_file_is_loaded_by_both_sides(tmp_path):
     """By ``import tio_megatron.auto`` and by vLLM's own plug-in loader, each in a process of its own."""
     import subprocess

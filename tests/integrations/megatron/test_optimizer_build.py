@@ -197,6 +197,7 @@ def test_no_rank_steps_on_a_gradient_that_is_not_finite(row):
 STAND_IN = Path(__file__).with_name("apex_stand_in.py")
 
 
+@pytest.mark.full
 def test_nothing_of_an_importable_apex_is_called(tmp_path):
     """With its control: stock takes Adam, the norm, the scaling, the softmax's block size and the accumulation of weight gradients from there."""
     done = subprocess.run([sys.executable, "-W", "ignore", str(STAND_IN), str(tmp_path)], capture_output=True, text=True, timeout=250)

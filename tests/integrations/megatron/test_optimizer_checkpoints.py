@@ -42,7 +42,7 @@ def load(rank, row, path):
 @pytest.mark.parametrize(
     "saved, loaded",
     [
-        (Row(tp=2, ep=2), Row()),
+        pytest.param(Row(tp=2, ep=2), Row(), marks=pytest.mark.full),
         (Row(tp=2, ep=2, sharded=True), Row(dp=2, sharded=True)),
         pytest.param(Row(dp=2, ep=2, dtype="float32"), Row(tp=2, dtype="float32"), marks=pytest.mark.full),
         pytest.param(Row(pp=2, dp=2, sharded=True), Row(ep=2, dp=2, sharded=True), marks=pytest.mark.full),

@@ -89,6 +89,7 @@ def test_an_operator_that_fails_is_an_answer_and_the_rest_is_asked(here: place.P
     assert [a.detail for a in asked if a.holds == "no"] == ["RuntimeError: aclnn failed, 507899"] and len(asked) == 6
 
 
+@pytest.mark.full
 def test_without_an_npu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tio_megatron.ascend_selfcheck", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -99,6 +100,7 @@ def test_without_an_npu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_process_that_a_device_ends_leaves_a_report(tmp_path: Path) -> None:
     """What was answered until then is in it, and who ended."""
     with mock.patch.object(run, "_rank", ended_selfcheck.rank):
@@ -124,6 +126,7 @@ def test_a_missing_kernel_is_a_row_of_the_table_not_the_end() -> None:
     assert answers.verdict([], [row], False) == (1, "on this device 1 of 1 pairs of layouts are not at logdiff 0; please send report.json")
 
 
+@pytest.mark.full
 def test_two_processes_answer_and_the_table_is_zero_where_stock_is_not(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tio_megatron.ascend_selfcheck", "--twin", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
