@@ -10,7 +10,7 @@ LAST = Path(__file__).parent / "integrations" / "vllm"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Engines in this process keep their process groups until it ends, so what starts them (imports ``Engine``) comes after all other tests."""
-    items.sort(key=lambda item: LAST in item.path.parents or hasattr(item.module, "Engine"))
+    items.sort(key=lambda item: LAST in item.path.parents or hasattr(getattr(item, "module", None), "Engine"))
 
 
 @pytest.fixture
