@@ -15,13 +15,14 @@ MAY_IMPORT = {
     "contract": set(),
     "kernels": {"contract"},
     "collectives": {"contract"},
-    "checkpoint": {"contract"},
+    "models": {"contract"},
+    "checkpoint": {"contract", "models"},
     "layers": {"contract", "kernels", "collectives"},
     "rl": {"contract", "kernels", "collectives", "layers"},
     "rollouts": {"contract", "checkpoint"},
-    "integrations": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl"},
-    "verify": {"contract", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
-    "commands": {"contract", "checkpoint", "rollouts", "verify"},
+    "integrations": {"contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl"},
+    "verify": {"contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
+    "commands": {"contract", "models", "checkpoint", "rollouts", "verify"},
     "testing": {"contract", "checkpoint"},
 }
 """What each room may import besides itself. ``verify`` and ``testing`` stand beside the house and are in nobody's list."""

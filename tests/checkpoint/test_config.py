@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tio_megatron.checkpoint import CheckpointConfig, CheckpointError, Shard, fields, tensor_table
-from tio_megatron.checkpoint.names import tensor_count
+from tio_megatron.models import tensor_count
 
 from .conftest import DENSE, MOE, QWEN3_30B_A3B
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tio_megatron.contract import Contract, Cuts, Layout, ModelShape
+from tio_megatron.models import shape_from_hf
 
 COUNTS = st.sampled_from([1, 2, 4, 8, 16])
 CONTRACTS = st.builds(
@@ -161,8 +162,8 @@ def test_check_lists_every_problem_at_once():
     assert lines[0] == "layout TP 3 EP 5 PP 3 does not fit the contract:"
     for words in (
         "attention: 32 query heads do not divide by tp 3; tp in [1, 2, 4, 8, 16, 32] would work",
-        "attention.o_proj: cut into 3 parts, but cuts.attn_row = 8 leaves; sizes [1, 2, 4, 8] would work",
-        "experts.down_proj: cut into 3 parts, but cuts.expert_row = 8 leaves; sizes [1, 2, 4, 8] would work",
+        "attention.output: cut into 3 parts, but cuts.attn_row = 8 leaves; sizes [1, 2, 4, 8] would work",
+        "experts.down: cut into 3 parts, but cuts.expert_row = 8 leaves; sizes [1, 2, 4, 8] would work",
         "experts: 128 experts do not divide by ep 5; ep in [1, 2, 4, 8, 16, 32, 64] would work",
         "vocabulary: cut into 3 parts, but cuts.vocab = 8 runs; tp in [1, 2, 4, 8] would work",
         "pipeline: 4 layers do not divide by pp 3; pp in [1, 2, 4] would work",
@@ -173,7 +174,7 @@ def test_check_lists_every_problem_at_once():
 def test_check_names_leaves_that_do_not_divide():
     odd = dataclasses.replace(DENSE, ffn=3076)
     with pytest.raises(
-        ValueError, match=re.escape("mlp.down_proj: 3076 terms do not divide into cuts.mlp_row = 8 equal leaves; cuts.mlp_row in [2, 4] would work")
+        ValueError, match=re.escape("mlp.down: 3076 terms do not divide into cuts.mlp_row = 8 equal leaves; cuts.mlp_row in [2, 4] would work")
     ):
         Contract().check(Layout(tp=2), odd)
     with pytest.raises(ValueError, match="ep 2 on a dense model"):
@@ -199,8 +200,8 @@ def test_check_names_leaves_that_do_not_divide():
         (lambda: dataclasses.replace(MOE, top_k=129), "top_k 129 must be between 1 and the number of experts 128"),
         (lambda: dataclasses.replace(MOE, kv_heads=5), "32 query heads are not a multiple of 5"),
         (lambda: dataclasses.replace(DENSE, ffn=0), "a dense model needs ffn"),
-        (lambda: ModelShape.from_hf({"architectures": ["LlamaForCausalLM"]}), "supported are"),
-        (lambda: ModelShape.from_hf({"architectures": ["Qwen3ForCausalLM"]}), "missing num_hidden_layers"),
+        (lambda: shape_from_hf({"architectures": ["LlamaForCausalLM"]}), "supported are"),
+        (lambda: shape_from_hf({"architectures": ["Qwen3ForCausalLM"]}), "missing num_hidden_layers"),
     ],
 )
 def test_layouts_and_models_that_are_none(call, words):

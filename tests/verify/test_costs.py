@@ -14,11 +14,12 @@ from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.layers.experts import expert_mlp
 from tio_megatron.layers.experts_replicated import experts_replicated
 from tio_megatron.layers.linear import row_parallel
+from tio_megatron.models import published, shape_from_hf
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny
 from tio_megatron.verify import costs
 
-SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, vocab=256, experts=6, top_k=2, moe_ffn=32)
+SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, vocab=256, experts=6, top_k=2, moe_ffn=32, architecture="Qwen3MoeForCausalLM")
 TOKENS = 4096
 
 
@@ -98,7 +99,7 @@ def test_operators_of_a_layer(tmp_path):
             return len(count.seen)
 
         counts.append(on_ranks(Setup(path), work)[0])
-    assert counts[1] - counts[0] == costs.operators(ModelShape.from_hf(MOE), Layout())[0]
+    assert counts[1] - counts[0] == costs.operators(shape_from_hf(MOE), Layout())[0]
 
 
 def test_gradients_of_all_ranks_make_the_model():
@@ -168,7 +169,7 @@ def test_bytes_of_a_layer_in_a_whole_run(kind, layout, dispatcher, tmp_path):
     for layers in (1, 2):
         path = write_tiny(tmp_path / str(layers), config | {"num_hidden_layers": layers})
         found.append(on_ranks(Setup(path, layout, contract=Contract.for_layouts(layout), fields=fields), work))
-    shape = ModelShape.from_hf(config)
+    shape = shape_from_hf(config)
     rows = [row for row in costs.training(Contract.for_layouts(layout), shape, layout, tokens, dispatcher) if row.per == "layer"]
     gather = (layout.tp - 1) * tokens * shape.hidden * 2 // layout.tp if layout.sp else 0
     cut = [row for row in rows if "over tensor-parallel ranks" in row.what]  # each counts the gather that belongs to it
@@ -181,7 +182,7 @@ def test_bytes_of_a_layer_in_a_whole_run(kind, layout, dispatcher, tmp_path):
 
 def test_totals_of_a_step():
     layout = Layout(tp=4, ep=8, etp=1, sp=True, pp=2, dp=8)
-    shape = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768)
+    shape, _ = published()["Qwen3-30B-A3B"]
     rows = costs.training(Contract.for_layouts(layout), shape, layout, 4096)
     found = costs.total(rows, shape, layout, 4096, 3)
     layer, end, step = (sum(row.extra for row in rows if row.per == per) for per in ("layer", "last stage", "step"))

@@ -11,11 +11,12 @@ from tio_megatron.cli import app
 from tio_megatron.collectives import wire
 from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.layers import vocab
+from tio_megatron.models import shape_from_hf
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import DENSE, write_tiny
 from tio_megatron.verify import costs, end_costs
 
-SHAPE = ModelShape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=16, vocab=1000, ffn=64)
+SHAPE = ModelShape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=16, vocab=1000, ffn=64, architecture="Qwen3ForCausalLM")
 POSITIONS, BATCH = 64, 2
 
 
@@ -65,7 +66,7 @@ def test_bytes_of_the_ends_in_a_whole_run(sp, tmp_path):
     from tiny_megatron import Setup, ddp, losses, on_ranks_each
 
     layout = Layout(tp=2, etp=2, sp=sp)
-    shape = ModelShape.from_hf(DENSE)
+    shape = shape_from_hf(DENSE)
     ids = _even(2, _rows(shape, 2), 33).t().contiguous()
 
     def work(model, setup):
@@ -87,7 +88,7 @@ def test_a_rollouts_ends_and_one_rank_alone():
 
 def test_stages_and_tied_weights():
     """With pipeline stages a rank has one end; a tied weight's gradient crosses the pipeline."""
-    tied = ModelShape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=16, vocab=1000, ffn=64, tied=True)
+    tied = ModelShape(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=16, vocab=1000, ffn=64, tied=True, architecture="Qwen3ForCausalLM")
     (row,) = end_costs.training(Contract(), tied, Layout(pp=2), 64)
     assert (row.per, row.ours, row.stock) == ("step", 1000 * 64 * 8, 1000 * 64 * 4)
     for pp in (1, 2):

@@ -13,6 +13,7 @@ from tio_megatron.contract import ModelShape
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.model import MAX_POSITIONS
 from tio_megatron.contract.strict_json import GivenTwice, read_json
+from tio_megatron.models import architecture_of, shape_from_hf
 
 DTYPES = ("bfloat16", "float32")
 """Dtypes of weights the kernels take."""
@@ -29,7 +30,7 @@ class CheckpointError(ValueError):
 class CheckpointConfig:
     """The parts of ``config.json`` that change a byte, and the raw contents for writing it back.
 
-    ``normalise`` says whether the chosen experts' probabilities are made to sum to one (``norm_topk_prob``).
+    ``normalise`` says whether the chosen experts' probabilities are made to sum to one.
     """
 
     shape: ModelShape
@@ -72,7 +73,7 @@ class CheckpointConfig:
             CheckpointError: names every field that is missing or that asks for something not covered.
         """
         try:
-            shape = ModelShape.from_hf(config)
+            shape = shape_from_hf(config)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if problems := wrong_types(config):
@@ -95,7 +96,7 @@ class CheckpointConfig:
             rms_eps=float(config["rms_norm_eps"]),
             rope_theta=rope_theta,
             max_positions=config["max_position_embeddings"],
-            normalise=bool(config.get("norm_topk_prob", False)),  # absent means False, as in HF's own config class
+            normalise=bool(config.get(architecture_of(shape).normalise, False)),  # absent means False, as in HF's own config class
             raw=dict(config),
         )
 
@@ -121,12 +122,9 @@ def require_no_code(folder: Path) -> None:
 def _not_covered(config: Mapping[str, Any], shape: ModelShape) -> list[str]:
     """What the contract does not cover, or would silently compute another way."""
     problems = []
-    kind = "qwen3_moe" if shape.experts else "qwen3"  # by which transformers and vLLM choose their class
-    wanted: list[tuple[str, Any, Any]] = [("hidden_act", "silu", None), ("model_type", kind, kind)]
-    wanted += [(name, False, False) for name in ("attention_bias", "mlp_bias", "use_sliding_window")]
-    wanted += [(name, 0, 0) for name in ("attention_dropout", "hidden_dropout")]
-    if shape.experts:
-        wanted += [("decoder_sparse_step", 1, 1), ("mlp_only_layers", [], [])]
+    described = architecture_of(shape)
+    wanted = [("hidden_act", "silu", None), ("model_type", described.model_type, described.model_type), *described.supported]
+    wanted += [("attention_dropout", 0, 0), ("hidden_dropout", 0, 0)]
     for name, value, default in wanted:
         got = config.get(name, default)
         if got != value and not (got is None and default is not None):

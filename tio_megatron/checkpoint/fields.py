@@ -74,7 +74,9 @@ _OR_NULL: dict[Callable[[object], bool], tuple[str, ...]] = {
 
 
 def wrong_types(config: Mapping[str, Any]) -> list[str]:
-    """A line for each field of another type than it must have. Sizes (``hidden_size`` and the like) have their own messages in ``ModelShape.from_hf``.
+    """A line for each field of another type than it must have.
+
+    Sizes (``hidden_size`` and the like) have their own messages in :func:`tio_megatron.models.shape_from_hf`.
 
     >>> wrong_types({"norm_topk_prob": None, "model_type": 5, "sliding_window": None, "anything": {}})
     ['norm_topk_prob is None, it must be true or false', 'model_type is 5, it must be text']

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
-from tio_megatron.checkpoint.names import tensor_table
 from tio_megatron.checkpoint.reader import require_window
+from tio_megatron.models import tensor_table
 
 
 class Weights(Protocol):

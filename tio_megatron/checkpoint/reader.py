@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
-from tio_megatron.checkpoint.names import TensorSpec, tensor_count, tensor_table
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.strict_json import GivenTwice, read_json
+from tio_megatron.models import TensorSpec, tensor_count, tensor_table, tied_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -206,12 +206,11 @@ class Checkpoint:
 
     def _drop_tied_head(self, found: set[str]) -> None:
         """A tied model may store its head too, if it is the embedding's bytes."""
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if not self.config.shape.tied or not {head, embedding} <= found:
-            return
-        ours, theirs = (self._handle(self._files[name]).get_tensor(name) for name in (head, embedding))
-        if tensor_digest(ours) == tensor_digest(theirs):
-            found.discard(head)
+        for head, embedding in tied_tensors(self.config.shape).items():
+            if {head, embedding} <= found:
+                ours, theirs = (self._handle(self._files[name]).get_tensor(name) for name in (head, embedding))
+                if tensor_digest(ours) == tensor_digest(theirs):
+                    found.discard(head)
 
 
 def require_window(name: str, shape: tuple[int, ...], axis: int, start: int, stop: int | None) -> None:

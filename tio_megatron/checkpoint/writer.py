@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
-from tio_megatron.checkpoint.names import tensor_table
 from tio_megatron.checkpoint.reader import INDEX, SINGLE
+from tio_megatron.models import tensor_table
 
 SHARD_BYTES = 4 << 30
 _SPARE = 64 << 20

@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tio_megatron.commands.answer import JSON, tell
+from tio_megatron.models import EXAMPLE
 
-EPILOG = 'Example: tio doctor --model Qwen3-30B-A3B --trainer train.sh --rollout "--tensor-parallel-size 4 --enable-expert-parallel"'
+EPILOG = f'Example: tio doctor --model {EXAMPLE} --trainer train.sh --rollout "--tensor-parallel-size 4 --enable-expert-parallel"'
 LAYOUT = "Words (tp2+ep2), arguments in quotes, or a file: a launch script, YAML or JSON of arguments, a verl configuration."
 COLOURS = {"ok": "green", "note": "default", "unknown": "yellow", "bad": "red"}
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="HF folder, config.json, or a known name such as Qwen3-30B-A3B.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"HF folder, config.json, or a known name such as {EXAMPLE}.")] = None,
     trainer: Annotated[str | None, typer.Option(help=f"Megatron's layout and options. {LAYOUT}")] = None,
     rollout: Annotated[str | None, typer.Option(help="vLLM's, in the same ways (words: tp2+ep).")] = None,
     contract: Annotated[

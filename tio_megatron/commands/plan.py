@@ -12,12 +12,13 @@ from rich.table import Table
 
 from tio_megatron.commands.answer import JSON, tell
 from tio_megatron.commands.doctor import LAYOUT
+from tio_megatron.models import EXAMPLE
 
-EPILOG = "Example: tio plan --model Qwen3-30B-A3B --trainer tp4+pp2+cp2+ep8+etp1 --rollout tp4+ep --out contract.json"
+EPILOG = f"Example: tio plan --model {EXAMPLE} --trainer tp4+pp2+cp2+ep8+etp1 --rollout tp4+ep --out contract.json"
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="HF folder, config.json, or a known name such as Qwen3-30B-A3B.")],
+    model: Annotated[str, typer.Option(help=f"HF folder, config.json, or a known name such as {EXAMPLE}.")],
     trainer: Annotated[str, typer.Option(help=f"Megatron's layout. {LAYOUT}")],
     rollout: Annotated[str, typer.Option(help="vLLM's, in the same ways (words: tp2+ep).")],
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the trainer.")] = 4096,

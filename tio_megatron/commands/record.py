@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 
 from tio_megatron.commands.answer import JSON, tell
+from tio_megatron.models import EXAMPLE
 
-EPILOG = "Example: tio record Qwen3-30B-A3B hf.trace --engine hf --tokens rollout.jsonl --keep all"
+EPILOG = f"Example: tio record {EXAMPLE} hf.trace --engine hf --tokens rollout.jsonl --keep all"
 
 
 class Engine(StrEnum):
@@ -96,13 +97,13 @@ def natural(name: str) -> list[tuple[int, str]]:
 def _points_of(model: Path) -> set[str]:
     """Names of the model's points; of both kinds of layer, where its configuration does not say which it has (its recorder says what is wrong with it)."""
     from tio_megatron.checkpoint import CheckpointConfig
-    from tio_megatron.verify.traces.points import points
+    from tio_megatron.models import moe_layers, points
 
     try:
         shape = CheckpointConfig.from_file(model / "config.json").shape
     except ValueError:
         return {point.name for moe in (True, False) for point in points(1, [moe])}
-    return {point.name for point in points(shape.layers, [bool(shape.experts)] * shape.layers)}
+    return {point.name for point in points(shape.layers, moe_layers(shape), architecture=shape.architecture)}
 
 
 def require_tokens(sequences: Sequence[Sequence[int]], model: Path) -> None:

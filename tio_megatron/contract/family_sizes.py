@@ -62,7 +62,7 @@ def _npu(layout: Layout, model: ModelShape, serving: bool) -> Iterator[Problem]:
         if held > NPU_EXPERTS:
             what, works = f"{held} experts on a rank; an NPU's grouped product takes at most {NPU_EXPERTS}", -(-model.experts // NPU_EXPERTS)
             yield "experts", what, f"ep of at least {works} would work"
-        for where, inner in (("experts.gate_up_proj", model.hidden), ("experts.down_proj", model.moe_ffn // layout.expert_tp)):
+        for where, inner in (("experts.gate_up", model.hidden), ("experts.down", model.moe_ffn // layout.expert_tp)):
             if inner >= NPU_INNER:
                 yield where, f"sums of {inner} terms; an NPU's grouped product takes fewer than {NPU_INNER}", "family cpu on a CPU would work"
 

@@ -189,13 +189,13 @@ class Contract:
             what = f"{m.kv_heads} key/value heads and tp {tp}: neither divides the other"
             yield LayoutProblem("attention", what, f"tp in {_divisors(m.kv_heads)} would work")
         qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
-        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.o_proj"), ("col_dgrad", qkv, tp, "attention.qkv (input gradient)")]
+        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.output"), ("col_dgrad", qkv, tp, "attention.qkv (input gradient)")]
         if m.experts:
-            axes += [("expert_row", m.moe_ffn, etp, "experts.down_proj"), ("expert_col_dgrad", m.moe_ffn, etp, "experts.gate_up_proj (input gradient)")]
+            axes += [("expert_row", m.moe_ffn, etp, "experts.down"), ("expert_col_dgrad", m.moe_ffn, etp, "experts.gate_up (input gradient)")]
             if m.experts % ep:
                 yield LayoutProblem("experts", f"{m.experts} experts do not divide by ep {ep}", f"ep in {_divisors(m.experts)} would work")
         else:
-            axes += [("mlp_row", m.ffn, tp, "mlp.down_proj"), ("col_dgrad", m.ffn, tp, "mlp.gate_up_proj (input gradient)")]
+            axes += [("mlp_row", m.ffn, tp, "mlp.down"), ("col_dgrad", m.ffn, tp, "mlp.gate_up (input gradient)")]
             if ep > 1:
                 yield LayoutProblem("experts", f"ep {ep} on a dense model", "ep 1 would work")
         for axis, length, parts, where in axes:

@@ -10,21 +10,19 @@ Legend: ``T`` tokens of one micro-batch, ``H`` hidden, ``P`` ranks of a group, `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tio_megatron.collectives import bytes_sent
 from tio_megatron.contract import Contract, Layout, ModelShape, ReductionTree
+from tio_megatron.models import Block, Shard, architecture_of, moe_layers
+from tio_megatron.models import parameters as table_of
 from tio_megatron.verify import end_costs
 from tio_megatron.verify.cost import ACTIVATION, PARTIAL, SUM64, Cost
 
-OPERATORS = {
-    "attention": ("rms_norm", "linear", "rms_norm", "rms_norm", "rope", "rope", "attention", "linear", "rms_norm"),
-    "experts": ("linear", "route", "grouped_linear", "swiglu", "grouped_linear", "combine"),
-    "dense": ("linear", "swiglu", "linear"),
-}
-"""Operators of ours in one layer's forward pass on one rank, in order; ranks add one sum for each cut row-parallel product."""
+INSIDE = {"add", "scaling", "top_k"}
+"""Operations that are part of another operator: a residual sum of the norm that follows, a choice of the router, weights of the sum over experts."""
 
 
 def training(contract: Contract, model: ModelShape, layout: Layout, tokens: int, dispatcher: str = "alltoall") -> list[Cost]:
@@ -121,26 +119,37 @@ def memory(model: ModelShape, layout: Layout) -> list[Cost]:
 
 def operators(model: ModelShape, layout: Layout, *, serving: bool = False) -> tuple[int, int]:
     """Operators of ours, and sums between ranks, in one layer's forward pass (``serving``: the rollout's, where no token travels)."""
-    block = "experts" if model.experts else "dense"
-    sums = int(layout.tp > 1)  # attention output
-    if not model.experts:
-        sums *= 2
-    elif serving:
-        sums += int(layout.tp > 1)
-    else:
-        sums += int(layout.expert_tp > 1)
-    return len(OPERATORS["attention"]) + len(OPERATORS[block]), sums
+    count = sums = 0
+    for block in _layer(model):
+        computed = {operation.point for operation in block.operations if operation.op not in INSIDE and not operation.weight}
+        for parameter in block.parameters:
+            points = [tensor.point for tensor in parameter.tensors]
+            computed -= {*points[1:]}  # the tensors of one parameter are one product
+            if parameter.shard is Shard.ROW:
+                sums += (layout.expert_tp if parameter.of_experts and not serving else layout.tp) > 1
+        count += len(computed)
+    return count, sums
 
 
 def parameters(model: ModelShape, layout: Layout) -> tuple[int, int]:
     """Parameters on the fullest rank: dense ones (with router, norms, embedding and head), and those of experts."""
-    m, tp = model, layout.tp
-    attention = (2 * m.heads + 2 * m.kv_heads) * m.head_dim * m.hidden // tp + 2 * m.head_dim + 2 * m.hidden
-    attention += m.experts * m.hidden if m.experts else 3 * m.ffn * m.hidden // tp
-    experts = 3 * (m.experts // layout.ep) * m.moe_ffn * m.hidden // layout.expert_tp
-    ends = m.vocab * m.hidden // tp * (1 if m.tied or layout.pp > 1 else 2) + m.hidden
-    layers = -(-m.layers // layout.pp)
-    return layers * attention + ends, layers * experts
+    dense = experts = ends = vocabulary = 0
+    for spec in (spec for placed in table_of(replace(model, layers=1)) for spec in placed.specs):
+        held = spec.numel if spec.axis is None else spec.numel // (layout.tp if spec.expert is None else layout.expert_tp)
+        if spec.expert is not None:
+            experts += held
+        elif spec.layer is not None:
+            dense += held
+        elif spec.shard is Shard.VOCAB and layout.pp > 1:
+            vocabulary = held  # a stage has the embedding or the head
+        else:
+            ends += held
+    layers = -(-model.layers // layout.pp)
+    return layers * dense + ends + vocabulary, layers * experts // layout.ep
+
+
+def _layer(model: ModelShape) -> tuple[Block, Block]:
+    return architecture_of(model).layer(moe_layers(model)[0])
 
 
 def _replicated(model: ModelShape, layout: Layout) -> Iterator[tuple[str, int, int]]:
@@ -160,8 +169,9 @@ def _sums(model: ModelShape, layout: Layout, tokens: int, *, backward: bool) -> 
     gather = 0 if not layout.sp else (layout.tp - 1) * size * ACTIVATION // layout.tp
     stock = 2 * (layout.tp - 1) * size * ACTIVATION // layout.tp  # a ring's all-reduce, or reduce-scatter and the gather that follows it
     ours = bytes_sent(layout.tp, size, out_dtype=torch.bfloat16, scattered=layout.sp) + gather
-    names = ["attention output"] + ([] if model.experts else ["MLP output"])
-    names += (["input gradient of qkv"] + ([] if model.experts else ["input gradient of gate and up"])) if backward else []
+    cut = [each for block in _layer(model) for each in block.parameters if not each.of_experts]
+    names = [each.label for each in cut if each.shard is Shard.ROW]
+    names += [f"input gradient of {each.label}" for each in cut if each.shard is Shard.COLUMN and backward]
     for name in names:
         yield Cost(f"sum of {name} over tensor-parallel ranks", "layer", ours, stock, "partial sums in fp32")
 

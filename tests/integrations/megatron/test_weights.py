@@ -10,6 +10,7 @@ from tio_megatron.contract import Contract, Layout
 from tio_megatron.integrations.megatron import cpu_device, pieces
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.models import vocabulary_parameters
 from tio_megatron.testing import RankError, run_ranks
 
 MOE = {
@@ -169,7 +170,7 @@ def test_pieces_tile_every_parameter(tmp_path):
             start(layout)
             model = built(checkpoint.config, layout)
             held = sum(piece.view.numel() for piece in pieces.pieces(model, checkpoint.config.shape))
-            padding = sum(p.numel() for n, p in model.named_parameters() if n in pieces.VOCABULARY)
+            padding = sum(p.numel() for n, p in model.named_parameters() if n in vocabulary_parameters())
             total = sum(p.numel() for p in model.parameters())
             dist.barrier()
             return total - padding, held

@@ -7,9 +7,10 @@ import pytest
 
 import tio_megatron
 from tio_megatron.checkpoint import CheckpointConfig
-from tio_megatron.contract import Contract, Cuts, Layout, ModelShape
+from tio_megatron.contract import Contract, Cuts, Layout
 from tio_megatron.integrations.megatron import refusals
 from tio_megatron.integrations.megatron.from_hf import transformer_config
+from tio_megatron.models import shape_from_hf
 from tio_megatron.testing.qwen3 import DENSE, MOE
 from tio_megatron.verify.doctor import fit
 
@@ -72,7 +73,7 @@ def vllms(config, layout, contract):
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[1]} / {case[2]}")
 def test_one_verdict(case):
     config, trainer, rollout, contract = case
-    shape = ModelShape.from_hf(config)
+    shape = shape_from_hf(config)
     found = fit(shape, trainer, rollout, contract=contract, training=False)
     bad = [finding for finding in found.findings if finding.level == "bad"]
     held = found.contract
@@ -97,5 +98,5 @@ def test_one_verdict(case):
 
 
 def test_both_verdicts_are_among_the_cases():
-    verdicts = [fit(ModelShape.from_hf(c), t, r, contract=k, training=False).findings[0].level for c, t, r, k in cases()]
+    verdicts = [fit(shape_from_hf(c), t, r, contract=k, training=False).findings[0].level for c, t, r, k in cases()]
     assert 6 <= verdicts.count("ok") <= PAIRS - 6, verdicts

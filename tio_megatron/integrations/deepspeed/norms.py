@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from tio_megatron.contract.environment import Setting
 from tio_megatron.integrations.deepspeed.state import refuse_run, session
 from tio_megatron.layers.norm import rms_norm
-
-TRANSFORMERS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen2MoeRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-"""Classes with a ``weight`` and a ``variance_epsilon``; others of that name there add one to the weight, or gate."""
+from tio_megatron.models.blocks import RMS_NORMS
 
 OVER_TENSOR = "tio_over_tensor"
 """Of a parameter: every rank of tensor parallelism saw other heads with it."""
@@ -46,7 +44,7 @@ def epsilon_of(module: nn.Module) -> float | None:
     kind = type(module)
     if kind is nn.RMSNorm:
         return None if module.eps is None else float(module.eps)  # type: ignore[arg-type]
-    if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ in TRANSFORMERS:
+    if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ in RMS_NORMS:
         return float(module.variance_epsilon)  # type: ignore[arg-type]
     return None
 

@@ -1,4 +1,4 @@
-"""A Megatron model from an HF configuration: stock classes, the fields that make them Qwen3 or Qwen3-MoE."""
+"""A Megatron model from an HF configuration: stock classes, the fields that its architecture asks for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Layout
 from tio_megatron.integrations.megatron.shards import tag_shards
+from tio_megatron.models import architecture_of
 
 
 def transformer_config(config: CheckpointConfig, layout: Layout, **fields: Any) -> TransformerConfig:
@@ -35,7 +36,6 @@ def transformer_config(config: CheckpointConfig, layout: Layout, **fields: Any) 
         "ffn_hidden_size": shape.ffn or shape.moe_ffn,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_eps,
-        "qk_layernorm": True,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -71,7 +71,7 @@ def transformer_config(config: CheckpointConfig, layout: Layout, **fields: Any) 
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
         }
-    return TransformerConfig(**chosen | fields)
+    return TransformerConfig(**{**chosen, **architecture_of(shape).megatron, **fields})
 
 
 def padded_vocab(config: CheckpointConfig, layout: Layout, contract: Contract | None = None) -> int:
@@ -92,7 +92,7 @@ def gpt_model(config: CheckpointConfig, megatron: TransformerConfig, *, vocab_si
         max_positions: longest sequence; the checkpoint's own limit when None.
     """
     grouped = megatron.moe_grouped_gemm
-    spec = get_gpt_layer_local_spec(num_experts=megatron.num_moe_experts, moe_grouped_gemm=grouped, qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=megatron.num_moe_experts, moe_grouped_gemm=grouped, qk_layernorm=megatron.qk_layernorm, normalization="RMSNorm")
     model = GPTModel(
         config=megatron,
         transformer_layer_spec=spec,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
+from tio_megatron.checkpoint import Checkpoint, CheckpointConfig
 from tio_megatron.integrations.megatron.pieces import Place, pieces_of, unwrap
 from tio_megatron.integrations.megatron.weights import export_weights
 
@@ -67,11 +67,11 @@ def import_state(model: torch.nn.Module, optimizer: Any, kind: str, saved: Check
     if saved.config.dtype != "float32":
         raise ValueError(f"optimizer state: {saved.path} holds {saved.config.dtype}, main parameters and moments are float32")
     inner, parts = unwrap(model), optimizers(optimizer)
-    shape, table, place = saved.config.shape, tensor_table(saved.config.shape), Place.current()
+    shape, place = saved.config.shape, Place.current()
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
             whole = torch.zeros(parameter.shape, dtype=torch.float32)
-            for piece in pieces_of(name, whole, inner, shape, table, place):
+            for piece in pieces_of(name, whole, inner, shape, place):
                 piece.view.copy_(saved.part(piece.name, piece.axis, piece.start, piece.stop).view(piece.view.shape))
             if not any(_put(part, parameter, kind, whole) for part in parts):
                 raise _nobody(name)

@@ -1,9 +1,7 @@
 """Which elements of which HF tensor each parameter of a Megatron model holds, in any layout.
 
-Megatron fuses what HF keeps apart: queries, keys and values interleaved by group, gate and up per shard. :func:`pieces` is the one
-description of it; loading and exporting both read it.
-
-Shapes: H hidden, D head size, G key/value groups, Q query heads, V true vocabulary, I width of an MLP or of one expert.
+Megatron fuses what HF keeps apart: queries, keys and values interleaved by group, gate and up per shard. Which tensors a parameter is made of, the
+description of the model says (:mod:`tio_megatron.models`); :func:`pieces` cuts them, and loading and exporting both read it.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from tio_megatron.checkpoint import TensorSpec, tensor_table
 from tio_megatron.contract import ModelShape
+from tio_megatron.models import Packing, Placed, Shard, TensorSpec, megatron_tensors
 
 
 @dataclass(frozen=True)
@@ -69,71 +67,47 @@ def pieces(model: torch.nn.Module, shape: ModelShape, place: Place | None = None
         ValueError: a parameter has no HF counterpart, or another size than this layout gives it.
     """
     model, place = unwrap(model), place or Place.current()
-    table = tensor_table(shape)
     for parameter, weight in model.named_parameters():
-        yield from pieces_of(parameter, weight if values is None else values[parameter], model, shape, table, place)
+        yield from pieces_of(parameter, weight if values is None else values[parameter], model, shape, place)
 
 
 def tensor_names(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[torch.nn.Parameter, tuple[str, ...]]]:
     """Each parameter of this rank with the HF tensors it belongs to, a vocabulary shard that is all padding included."""
-    model, place, table = unwrap(model), Place.current(), tensor_table(shape)
+    model, place = unwrap(model), Place.current()
     for name, parameter in model.named_parameters():
-        if name in VOCABULARY:
-            yield parameter, (_vocabulary_tensor(name, shape),)
+        placed = _placed(name, model, shape, place)
+        if placed.parameter.shard is Shard.VOCAB:
+            yield parameter, (placed.specs[0].name,)
         else:
-            yield parameter, tuple(piece.name for piece in pieces_of(name, parameter, model, shape, table, place))
+            yield parameter, tuple(piece.name for piece in pieces_of(name, parameter, model, shape, place))
 
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
-_ALIKE = {
-    "input_layernorm.weight": "input_layernorm",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm",
-    "self_attention.linear_proj.weight": "self_attn.o_proj",
-    "mlp.router.weight": "mlp.gate",
-    "mlp.linear_fc2.weight": "mlp.down_proj",
-}
-"""Parameters of a layer that are one HF tensor, cut as the table says."""
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def pieces_of(name: str, weight: torch.Tensor, model: Any, shape: ModelShape, table: dict[str, TensorSpec], place: Place) -> Iterator[Piece]:
+def pieces_of(name: str, weight: torch.Tensor, model: Any, shape: ModelShape, place: Place) -> Iterator[Piece]:
     """What ``weight``, in the place of the parameter ``name``, holds; see :func:`pieces`."""
-    if name in VOCABULARY:
-        yield from _vocabulary_rows(table[_vocabulary_tensor(name, shape)], weight, place, name)
-        return
-    if name == "decoder.final_layernorm.weight":
-        yield _cut(table["model.norm.weight"], weight, 1, 0, name)
-        return
-    matched = _LAYER.fullmatch(name)
-    if matched is None:
-        raise ValueError(f"{name}: no HF tensor is known for this parameter")
-    layer = model.decoder.layers[int(matched[1])].layer_number - 1  # the stage's own numbering starts anew on every pipeline rank
-    prefix, rest = f"model.layers.{layer}.", matched[2]
-    if rest in _ALIKE:
-        yield _cut(table[f"{prefix}{_ALIKE[rest]}.weight"], weight, place.tp, place.tp_rank, name)
-    elif rest == "self_attention.linear_qkv.weight":
-        yield from _qkv(weight, shape, prefix, place, name)
-    elif rest == "mlp.linear_fc1.weight":
-        yield from _gate_up(weight, table, f"{prefix}mlp.", place.tp, place.tp_rank, name)
-    elif expert := _EXPERT.fullmatch(rest):
-        local, fc = int(expert[1] or expert[4]), expert[2] or expert[3]
-        number = place.ep_rank * (shape.experts // place.ep) + local
-        where = f"{prefix}mlp.experts.{number}."
-        if fc == "1":
-            yield from _gate_up(weight, table, where, place.etp, place.etp_rank, name)
-        else:
-            yield _cut(table[f"{where}down_proj.weight"], weight, place.etp, place.etp_rank, name)
+    placed = _placed(name, model, shape, place)
+    parts, index = (place.etp, place.etp_rank) if placed.parameter.of_experts else (place.tp, place.tp_rank)
+    if placed.parameter.shard is Shard.VOCAB:
+        yield from _vocabulary_rows(placed.specs[0], weight, place, name)
+    elif placed.parameter.packing is Packing.GROUPED:
+        yield from _groups(placed.specs, weight, shape, place, name)
     else:
+        # A rank's shards lie below each other where several tensors are one parameter.
+        for spec, shard in zip(placed.specs, weight.chunk(len(placed.specs)), strict=True):
+            yield _cut(spec, shard, parts, index, name)
+
+
+def _placed(name: str, model: Any, shape: ModelShape, place: Place) -> Placed:
+    """The parameter ``name`` of this rank in the description of the model."""
+    matched = _LAYER.match(name)
+    # The stage's own numbering starts anew on every pipeline rank.
+    layer = model.decoder.layers[int(matched[1])].layer_number - 1 if matched else None
+    placed = megatron_tensors(shape, name[matched.end() :] if matched else name, layer, place.ep_rank * (shape.experts // place.ep))
+    if placed is None:
         raise ValueError(f"{name}: no HF tensor is known for this parameter")
-
-
-def _vocabulary_tensor(name: str, shape: ModelShape) -> str:
-    return "model.embed_tokens.weight" if name == VOCABULARY[0] or shape.tied else "lm_head.weight"
+    return placed
 
 
 def _cut(spec: TensorSpec, view: torch.Tensor, parts: int, index: int, name: str) -> Piece:
@@ -157,28 +131,22 @@ def _vocabulary_rows(spec: TensorSpec, weight: torch.Tensor, place: Place, name:
         yield Piece(spec.name, 0, start, stop, weight[: stop - start])
 
 
-def _gate_up(weight: torch.Tensor, table: dict[str, TensorSpec], where: str, parts: int, index: int, name: str) -> Iterator[Piece]:
-    """Megatron keeps ``[gate shard; up shard]`` in one parameter."""
-    half = weight.shape[0] // 2
-    yield _cut(table[f"{where}gate_proj.weight"], weight[:half], parts, index, name)
-    yield _cut(table[f"{where}up_proj.weight"], weight[half:], parts, index, name)
-
-
-def _qkv(weight: torch.Tensor, shape: ModelShape, prefix: str, place: Place, name: str) -> Iterator[Piece]:
+def _groups(specs: tuple[TensorSpec, ...], weight: torch.Tensor, shape: ModelShape, place: Place, name: str) -> Iterator[Piece]:
     """Megatron interleaves by group: ``[queries of group 0; key 0; value 0; queries of group 1; ...]``, cut into equal runs of rows.
 
     With more ranks than groups a run ends inside a group, so runs and groups are intersected row by row range.
     """
-    queries = shape.heads // shape.kv_heads * shape.head_dim
-    total = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    if weight.shape != (total // place.tp, shape.hidden) or total % place.tp:
-        raise ValueError(f"{name} is {list(weight.shape)}, shard {place.tp_rank} of {place.tp} of {total} rows by {shape.hidden} was expected")
+    total = sum(spec.shape[0] for spec in specs)
+    if weight.shape != (total // place.tp, *specs[0].shape[1:]) or total % place.tp:
+        across = "".join(f" by {size}" for size in specs[0].shape[1:])
+        raise ValueError(f"{name} is {list(weight.shape)}, shard {place.tp_rank} of {place.tp} of {total} rows{across} was expected")
     lo = place.tp_rank * weight.shape[0]
     at = 0
     for group in range(shape.kv_heads):
-        for projection, rows in (("q", queries), ("k", shape.head_dim), ("v", shape.head_dim)):
+        for spec in specs:
+            rows = spec.shape[0] // shape.kv_heads
             start, stop = max(at, lo), min(at + rows, lo + weight.shape[0])
             if start < stop:
                 source = group * rows + start - at
-                yield Piece(f"{prefix}self_attn.{projection}_proj.weight", 0, source, source + stop - start, weight[start - lo : stop - lo])
+                yield Piece(spec.name, 0, source, source + stop - start, weight[start - lo : stop - lo])
             at += rows

@@ -39,6 +39,7 @@ def model_fields(model: torch.nn.Module, config: CheckpointConfig) -> dict[str, 
     """
     fields = dataclasses.asdict(config.shape) | {"dtype": config.dtype, "rms_eps": config.rms_eps, "rope_theta": config.rope_theta}
     fields["normalise"] = config.normalise
+    del fields["architecture"]  # the configuration beside a state says it, and states of earlier versions do not
     built = _built(model)
     lines = [f"{name}: {fields[name]} / {value}" for name, value in built.items() if fields[name] != value]
     if lines:

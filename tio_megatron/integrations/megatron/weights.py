@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tio_megatron.checkpoint import CheckpointConfig, TensorSpec, Weights, tensor_table
 from tio_megatron.collectives import wire
-from tio_megatron.integrations.megatron.pieces import VOCABULARY, Piece, pieces, unwrap
+from tio_megatron.integrations.megatron.pieces import Piece, pieces, unwrap
+from tio_megatron.models import vocabulary_parameters
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Weights) -> None:
@@ -24,7 +25,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Weights) -> None:
         for name, parameter in model.named_parameters():
             if str(parameter.dtype) != f"torch.{checkpoint.config.dtype}":
                 raise ValueError(f"{name} is {parameter.dtype}, the checkpoint {checkpoint.config.dtype}; build the model with that params_dtype")
-            if name in VOCABULARY:
+            if name in vocabulary_parameters():
                 parameter.zero_()
         for piece in pieces(model, shape):
             piece.view.copy_(checkpoint.part(piece.name, piece.axis, piece.start, piece.stop).view(piece.view.shape))

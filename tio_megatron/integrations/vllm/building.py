@@ -28,7 +28,7 @@ def current() -> Build:
         RuntimeError: one of our layers is built outside a model of ours.
     """
     if _current is None:
-        raise RuntimeError("a layer of tio_megatron is built outside its model; build TioQwen3MoeForCausalLM or TioQwen3ForCausalLM")
+        raise RuntimeError("a layer of tio_megatron is built outside its model; build one of the classes of integrations.vllm.scoped")
     return _current
 
 

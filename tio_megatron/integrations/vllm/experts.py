@@ -75,7 +75,7 @@ class OrderedExperts(Opaque, OneCopy):
         self.spans = tuple(_span(rank, ranks, count) for rank in range(ranks))
         self.span = self.spans[parallel.ep_rank if parallel.use_ep else 0]
         cut = 1 if parallel.use_ep else parallel.tp_size
-        self.leaves = current().contract.leaves_of("expert_row", self.width(), cut, f"{self.layer_name}.down_proj")
+        self.leaves = current().contract.leaves_of("expert_row", self.width(), cut, f"{self.layer_name}.down")
         self.ep_group = get_ep_group().device_group if ranks > 1 else None
         self.etp_group = get_tp_group().device_group if cut > 1 else None
         self.keep_packed("w13_weight", "w13", PackedExperts.from_weights, current().ledger)

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE
+from tio_megatron.models import architectures
 
 if TYPE_CHECKING:
     from tio_megatron.integrations.patching import PatchSet
 
-MODELS = {
-    "Qwen3MoeForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3MoeForCausalLM",
-    "Qwen3ForCausalLM": "tio_megatron.integrations.vllm.scoped:TioQwen3ForCausalLM",
-}
+MODELS = {name: f"tio_megatron.integrations.vllm.scoped:Tio{name}" for name in architectures()}
 """Architectures covered, and the class that is built for each: stock model code with our layers inside."""
 
 _contract: Contract | None = None

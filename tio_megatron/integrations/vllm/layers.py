@@ -34,9 +34,7 @@ from tio_megatron.kernels.linear import PackedWeight, linear
 from tio_megatron.kernels.norm import add_rms_norm, rms_norm
 from tio_megatron.kernels.rope import rope, rope_table
 from tio_megatron.kernels.swiglu import swiglu
-
-ROW_AXES = {"o_proj": "attn_row", "down_proj": "mlp_row"}
-"""Which axis of the contract a row-parallel layer sums over, by its name in the model."""
+from tio_megatron.models import row_axis
 
 
 class SealAfterLoading(UnquantizedLinearMethod):
@@ -110,12 +108,12 @@ class TioRowParallelLinear(Opaque, FixedOrder, RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        name = self.prefix.rpartition(".")[2]
-        if name not in ROW_AXES:
-            raise ValueError(f"{self.prefix}: no axis of the contract is known for this layer; known are {sorted(ROW_AXES)}")
+        axis = row_axis(self.prefix)
+        if axis is None:
+            raise ValueError(f"{self.prefix}: no axis of the contract is known for this layer; descriptions of models name the layers that have one")
         if not (self.input_is_parallel and (self.reduce_results or self.tp_size == 1)):
             raise ValueError(f"{self.prefix}: only parallel input with reduced results is covered")
-        self.leaves = current().contract.leaves_of(ROW_AXES[name], self.input_size, self.tp_size, self.prefix)
+        self.leaves = current().contract.leaves_of(axis, self.input_size, self.tp_size, self.prefix)
         self.group = get_tp_group().device_group if self.tp_size > 1 else None
         self.become_opaque(self.prefix)
 
@@ -224,10 +222,6 @@ class TioVocabParallelEmbedding(Opaque, OneCopy, VocabParallelEmbedding):
         """Hold the rows packed, as ``head`` reads them."""
         self.tied = True
         self.keep_packed("weight", "packed", PackedWeight.from_weight, head.ledger)
-
-    def rows(self) -> torch.Tensor:
-        """This rank's rows [V / TP, H], padding included."""
-        return self.packed.unpack() if self.tied else self.weight.data
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """``input_`` [T] ids -> [T, H].

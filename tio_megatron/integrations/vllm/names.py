@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 
-from tio_megatron.checkpoint import tensor_table
+from tio_megatron.models import Packing, Placed, Shard, parameters, tensor_table
 
 
 def whole_tensors(model: Any, names: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -27,74 +27,54 @@ def whole_tensors(model: Any, names: set[str] | None = None) -> Iterator[tuple[s
     if unknown:
         raise ValueError(f"the model has no tensor {', '.join(unknown[:5])}{' ...' if len(unknown) > 5 else ''}")
     wanted = table.keys() if names is None else names
-    yield from _walk(model, wanted)
+    # All experts of a layer are two parameters of vLLM: what one expert has unpacked serves the next.
+    owner, unpacked = None, dict[str, torch.Tensor]()
+    for placed in parameters(model.shape):
+        if not any(spec.name in wanted for spec in placed.specs):
+            continue
+        path, _, name = placed.vllm.rpartition(".")
+        layer = model.get_submodule(path)
+        if layer is not owner:
+            owner, unpacked = layer, {}
+        if name not in unpacked:
+            unpacked[name] = _unpacked(layer, name)
+        for spec, whole in zip(placed.specs, _whole(placed, layer, unpacked[name]), strict=True):
+            if spec.name in wanted:
+                yield spec.name, whole
 
 
-def _walk(model: Any, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    body = model.model
-    embed, head = body.embed_tokens, model.lm_head
-    if "model.embed_tokens.weight" in wanted:
-        yield "model.embed_tokens.weight", _gather_vocabulary(embed, embed.rows())
-    for number, layer in enumerate(body.layers):
-        prefix = f"model.layers.{number}."
-        parts = (_norms(layer), _attention(layer.self_attn, prefix, wanted), _mlp(layer.mlp, prefix, wanted))
-        for part in parts:
-            for name, tensor in part:
-                if prefix + name in wanted:
-                    yield prefix + name, tensor
-    if "model.norm.weight" in wanted:
-        yield "model.norm.weight", _first(body.norm.weight.data)
-    if "lm_head.weight" in wanted:
-        yield "lm_head.weight", _gather_vocabulary(head, head.packed.unpack())
+def _unpacked(layer: Any, name: str) -> torch.Tensor:
+    """This rank's rows of a parameter, as vLLM's loader would have left them."""
+    slots = layer.__dict__.get("slots", {})
+    held: torch.Tensor = getattr(layer, slots[name][0]).unpack() if name in slots else getattr(layer, name).data
+    return held
 
 
-def _norms(layer: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{name}.weight", _first(getattr(layer, name).weight.data)
-    for name in ("q_norm", "k_norm"):
-        yield f"self_attn.{name}.weight", _first(getattr(layer.self_attn, name).weight.data)
-
-
-def _attention(attention: Any, prefix: str, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    heads = ("q_proj", "k_proj", "v_proj")
-    if any(f"{prefix}self_attn.{name}.weight" in wanted for name in heads):
-        cut = attention.qkv_proj.packed.unpack().split([attention.q_size, attention.kv_size, attention.kv_size])
-        copies = attention.qkv_proj.num_kv_head_replicas
-        for name, shard, step in zip(heads, cut, (1, copies, copies), strict=True):
-            yield f"self_attn.{name}.weight", _gather(shard, 0, step)
-    if f"{prefix}self_attn.o_proj.weight" in wanted:
-        yield "self_attn.o_proj.weight", _gather(attention.o_proj.packed.unpack(), 1)
-
-
-def _mlp(mlp: Any, prefix: str, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    if hasattr(mlp, "experts"):
-        if f"{prefix}mlp.gate.weight" in wanted:
-            yield "mlp.gate.weight", _first(mlp.gate.packed.unpack())
-        yield from _experts(mlp.experts.routed_experts, prefix, wanted)
-        return
-    if any(f"{prefix}mlp.{name}.weight" in wanted for name in ("gate_proj", "up_proj")):
-        for name, shard in zip(("gate_proj", "up_proj"), mlp.gate_up_proj.packed.unpack().chunk(2), strict=True):
-            yield f"mlp.{name}.weight", _gather(shard, 0)
-    if f"{prefix}mlp.down_proj.weight" in wanted:
-        yield "mlp.down_proj.weight", _gather(mlp.down_proj.packed.unpack(), 1)
-
-
-def _experts(experts: Any, prefix: str, wanted: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    prefix = f"{prefix}mlp.experts."
-    if not any(name.startswith(prefix) for name in wanted):
-        return
-    gate_up, down = experts.w13.unpack(), experts.w2.unpack()
-    (lo, hi), cut = experts.span, experts.etp_group is not None
-    for number in range(experts.global_num_experts):
-        here = lo <= number < hi
-        for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
-            shard = None
-            if here:
-                local = number - lo
-                shard = down[local] if name == "down_proj" else gate_up[local].chunk(2)[name == "up_proj"]
-            whole = _gather(shard, axis) if cut and shard is not None else shard
+def _whole(placed: Placed, layer: Any, rows: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """Each tensor of a parameter of which this rank has ``rows``; the whole one on one rank."""
+    parameter, shard = placed.parameter, placed.parameter.shard
+    axis = 1 if shard is Shard.ROW else 0
+    if parameter.of_experts:
+        (lo, hi), cut, number = layer.span, layer.etp_group is not None, placed.specs[0].expert
+        assert number is not None
+        if not lo <= number < hi:
+            yield from [None] * len(placed.specs)
+            return
+        for part in rows[number - lo].chunk(len(placed.specs)):
             # Experts that nobody cuts and nobody shares out are on every rank of no group: one rank, whole.
-            yield f"mlp.experts.{number}.{name}.weight", whole
+            yield _gather(part, axis) if cut else part
+    elif shard is Shard.REPLICATED:
+        yield _first(rows)
+    elif shard is Shard.VOCAB:
+        whole = _gather(rows, 0)
+        yield None if whole is None else whole[: layer.org_vocab_size]
+    elif parameter.packing is Packing.GROUPED:
+        heads, copies = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), layer.num_kv_head_replicas
+        for part, step in zip(rows.split([count * layer.head_size for count in heads]), (1, copies, copies), strict=True):
+            yield _gather(part, 0, step)
+    else:
+        for part in rows.chunk(len(placed.specs)):
+            yield _gather(part, axis)
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -109,12 +89,6 @@ def _gather(shard: torch.Tensor, axis: int, step: int = 1) -> torch.Tensor | Non
         return shard
     shards = _gather_bytes(shard.contiguous(), group)
     return None if shards is None else torch.cat(shards[::step], dim=axis)
-
-
-def _gather_vocabulary(layer: Any, rows: torch.Tensor) -> torch.Tensor | None:
-    """The true rows of every rank, on the group's first rank."""
-    whole = _gather(rows, 0)
-    return None if whole is None else whole[: layer.org_vocab_size]
 
 
 def _gather_bytes(tensor: torch.Tensor, group: Any) -> list[torch.Tensor] | None:

@@ -36,7 +36,7 @@ def register() -> None:
 def activate(contract: Contract) -> None:
     """Put ``contract`` in force for engines built in this process from now on. Activating the same contract again is harmless.
 
-    Registers our two model classes and the weight transfer engine, and patches what has no seam (:mod:`.patches`).
+    Registers our model classes and the weight transfer engine, and patches what has no seam (:mod:`.patches`).
 
     Raises:
         ValueError: another contract is in force.

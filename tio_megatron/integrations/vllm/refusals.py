@@ -11,6 +11,7 @@ from tio_megatron.contract import Contract, Layout, ModelShape
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.vllm import refused_options
+from tio_megatron.models import shape_from_hf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +48,7 @@ def shape_of(config: VllmConfig) -> ModelShape:
         ValueError: an architecture or a field that is not covered.
     """
     hf = config.model_config.hf_text_config
-    return ModelShape.from_hf({**hf.to_dict(), "architectures": list(config.model_config.architectures), **_experts(hf)})
+    return shape_from_hf({**hf.to_dict(), "architectures": list(config.model_config.architectures), **_experts(hf)})
 
 
 def _experts(hf: Any) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _model(model: Any) -> Iterator[str]:
     if getattr(hf, "hidden_act", "silu") != "silu":
         yield f"hidden_act {hf.hidden_act}: only silu is covered"
     if getattr(hf, "shared_expert_intermediate_size", 0):
-        yield "shared experts (shared_expert_intermediate_size): not part of Qwen3-MoE checkpoints"
+        yield "shared experts (shared_expert_intermediate_size): not covered"
     if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
         found = f"mlp_only_layers {hf.mlp_only_layers}, decoder_sparse_step {hf.decoder_sparse_step}"
         yield f"dense layers among expert layers ({found}): every layer must have experts"

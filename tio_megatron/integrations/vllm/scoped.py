@@ -7,6 +7,8 @@ name or sharding rule of vLLM is copied.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,14 +17,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import attention as stock_attention
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from tio_megatron.checkpoint import tensor_table
 from tio_megatron.integrations.vllm import in_force, parts, refusals
 from tio_megatron.integrations.vllm.building import Build, building
 from tio_megatron.integrations.vllm.front import ARGUMENT
 from tio_megatron.integrations.vllm.weights import Ledger, Stock
+from tio_megatron.models import architectures, tensor_table
 
 PARTS = parts.chosen()
 REPLACEMENTS = PARTS.replacements
@@ -114,9 +114,11 @@ class _FixedOrderModel(Stock):
         return super().forward(*args, **kwargs)
 
 
-class TioQwen3MoeForCausalLM(_FixedOrderModel, Qwen3MoeForCausalLM):
-    """vLLM's Qwen3MoeForCausalLM, every sum in the contract's order."""
-
-
-class TioQwen3ForCausalLM(_FixedOrderModel, Qwen3ForCausalLM):
-    """vLLM's Qwen3ForCausalLM, every sum in the contract's order."""
+@functools.cache
+def __getattr__(name: str) -> type:
+    """Our class of each architecture that is described, made when it is asked for: vLLM's class of that architecture, every sum in the contract's order."""
+    if (described := architectures().get(name.removeprefix("Tio"))) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, stock = described.vllm.partition(":")
+    bases = (_FixedOrderModel, getattr(importlib.import_module(module), stock))
+    return type(name, bases, {"__module__": __name__, "__doc__": f"vLLM's {stock}, every sum in the contract's order."})

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tio_megatron.verify.traces.points import Point
+from tio_megatron.models import Point
 from tio_megatron.verify.traces.reader import Trace
 
 MOST_ROWS = 48

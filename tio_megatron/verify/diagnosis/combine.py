@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tio_megatron.models import SCALED
 from tio_megatron.verify.diagnosis import faults
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
@@ -18,7 +19,6 @@ from tio_megatron.verify.diagnosis.orders import Found, combine_orders, search
 from tio_megatron.verify.diagnosis.orders_of import narrow_type, order_finding, passes_of
 from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative, rounded
-from tio_megatron.verify.traces.points import SCALED
 
 _COLUMNS = 48
 
@@ -118,8 +118,9 @@ def _unrounded(case: Case, ids: torch.Tensor) -> Rows | None:
 def _down(case: Case, inner: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
     """[r, K, H] exact products of ``inner`` [r, K, I] with the down projections of ``ids`` [r, K]."""
     out: torch.Tensor | None = None
+    down = case.graph[f"layers.{case.point.layer}.expert_out"].weights[0]
     for expert in ids.unique().tolist():
-        weight = case.weight(f"model.layers.{case.point.layer}.mlp.experts.{expert}.down_proj.weight")
+        weight = case.weight(down.replace("*", str(expert)))
         if weight is None or weight.shape[1] != inner.shape[-1]:
             return None
         out = torch.zeros(*ids.shape, weight.shape[0], dtype=torch.float64) if out is None else out

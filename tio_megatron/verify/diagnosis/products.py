@@ -164,9 +164,10 @@ def other_parameters(case: Case, made: Product, side: str, name: str) -> Iterato
 def _of_twin(case: Case, made: Product, twin: str) -> torch.Tensor:
     """[r, c] the rows of ``made`` with the gate projections for the up projections, or the other way round; NaN where they were not kept."""
     out = torch.full(made.a.shape, float("nan"), dtype=torch.float64)
-    part = case.point.part.removeprefix("expert_")
+    start, _, end = case.point.weights[0].partition("*")
+    theirs = case.graph[f"layers.{case.point.layer}.expert_{twin}"].weights[0]
     for i, name in enumerate(made.names):
-        weight = case.weight(name.replace(f"{part}_proj", f"{twin}_proj"))
+        weight = case.weight(theirs.replace("*", name.removeprefix(start).removesuffix(end)))
         if weight is not None and weight.shape[1] == made.x.shape[1]:
             out[i] = weight[made.columns[i]].to(torch.float64) @ made.x[i]
     return out

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.verify.traces.points import Point
+from tio_megatron.models import Point
 from tio_megatron.verify.traces.reader import Trace
 
 

@@ -11,22 +11,15 @@ from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import ModelShape
 from tio_megatron.contract.messages import shown
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.models import published, published_model
 
-KNOWN = {
-    "Qwen3-30B-A3B": ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768),
-    "Qwen3-235B-A22B": ModelShape(layers=94, hidden=4096, heads=64, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=1536),
-    "Qwen3-0.6B": ModelShape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, vocab=151936, ffn=3072, tied=True),
-    "Qwen3-8B": ModelShape(layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=151936, ffn=12288),
-    "Qwen3-32B": ModelShape(layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, vocab=151936, ffn=25600),
-}
+KNOWN = {name: shape for name, (shape, _) in published().items()}
 """Sizes from the published ``config.json`` of each, for people who plan before they download."""
 
 MOST_EXPERTS = 1 << 16
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What vLLM takes from ``generation_config.json`` that changes a distribution."""
-_PUBLISHED_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-"""Of the same models' ``generation_config.json``."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +39,14 @@ class Model:
 
 
 def model_of(model: str) -> Model:
-    """What is known of ``model``: a folder, a ``config.json``, or a name of :data:`KNOWN` (with or without ``Qwen/``).
+    """What is known of ``model``: a folder, a ``config.json``, or a published name (with or without the publisher's).
 
     Raises:
         ValueError: nothing of the kind, or a model that is not covered (:class:`~tio_megatron.checkpoint.CheckpointError`).
     """
-    name = model.removeprefix("Qwen/")
-    if name in KNOWN:
-        return Model(KNOWN[name], sampling=dict(_PUBLISHED_SAMPLING))
+    if (found := published_model(model)) is not None:
+        shape, facts = found
+        return Model(shape, **facts)
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

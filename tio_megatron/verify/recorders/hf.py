@@ -1,4 +1,4 @@
-"""Recording a Hugging Face model (Qwen3, Qwen3-MoE and models whose modules have the same names), eager or not, with hooks.
+"""Recording a Hugging Face model, eager or not, with hooks: one that is described, or one whose modules have the same names.
 
 Nothing of the model is replaced: modules get hooks, and three functions of transformers that have no module (rotary embedding, grouped and batched
 products of experts) are wrapped while recording. All are taken off again, also after an error.
@@ -17,28 +17,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tio_megatron.checkpoint import require_no_code
+from tio_megatron.models import Block, Parameter, Tensor, architectures
+from tio_megatron.models.blocks import HF_LAYER
+from tio_megatron.models.points import described
 from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head
 from tio_megatron.verify.traces.tracer import Tracer
 from tio_megatron.verify.traces.writer import TraceWriter
-
-_PLAIN = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
-    "self_attn.q_norm": "q_norm",
-    "self_attn.k_norm": "k_norm",
-    "self_attn.o_proj": "o_proj",
-    "post_attention_layernorm": "mlp_norm",
-    "mlp.gate_proj": "gate_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp": "mlp_out",
-    "": "mlp_residual",
-}
-"""Modules of a layer whose output is a point."""
-
-_INPUTS = {"self_attn.o_proj": "attn", "post_attention_layernorm": "attn_residual", "mlp.down_proj": "act"}
-"""Modules of a layer whose input is a point."""
 
 
 def load_hf(folder: Path, dtype: str = "") -> Any:
@@ -105,20 +89,22 @@ def record_hf(
     config = model.config
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
-        raise ValueError(f"{type(model).__name__} has no model.layers; a causal language model of the Llama or Qwen kind is needed")
+        raise ValueError(f"{type(model).__name__} has no model.layers; a causal language model that keeps its decoder layers there is needed")
     largest = max(max(sequence) for sequence in sequences)
     if largest >= config.vocab_size:
         raise ValueError(f"token {largest} is outside the vocabulary of {config.vocab_size}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = {
         "layers": len(layers),
-        "moe": [hasattr(layer.mlp, "experts") for layer in layers],
+        "moe": _moe_layers(model),
         "tied": bool(config.tie_word_embeddings),
         "hidden": config.hidden_size,
         "head_dim": head_dim,
         "experts": getattr(config, "num_experts", None),
         "top_k": getattr(config, "num_experts_per_tok", None),
     }
+    if _architecture(model):
+        shape["architecture"] = _architecture(model)
     rope = getattr(config, "rope_parameters", None) or {}
     facts = {
         "temperature": temperature,
@@ -155,19 +141,36 @@ def record_hf(
                     record_head(tracer, out.logits.flatten(0, 1), targets.flatten(), temperature=temperature, full_vocab=full_vocab)
 
 
+def _architecture(model: Any) -> str:
+    """The architecture of ``model`` if it is described, else an empty name."""
+    name = type(model).__name__
+    return name if name in architectures() else ""
+
+
+def _moe_layers(model: Any) -> list[bool]:
+    return [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+
+
+def _layers(model: Any) -> Iterator[tuple[int, Block]]:
+    """Every block of every layer with the layer's number."""
+    for index, moe in enumerate(_moe_layers(model)):
+        yield from ((index, block) for block in described(_architecture(model), moe).layer(moe))
+
+
 def hf_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by the names of an HF checkpoint: fused tensors of experts are taken apart, a tied head is left out."""
+    fused: dict[str, tuple[str, Parameter]] = {}
+    for index, block in _layers(model):
+        here = HF_LAYER.format(layer=index)
+        fused |= {here + parameter.transformers: (here, parameter) for parameter in block.parameters if parameter.transformers}
     for name, tensor in model.named_parameters():
-        if name.endswith(".experts.gate_up_proj"):
-            base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
-            for expert in range(len(tensor)):
-                yield f"{base}{expert}.gate_proj.weight", tensor[expert, :half]
-                yield f"{base}{expert}.up_proj.weight", tensor[expert, half:]
-        elif name.endswith(".experts.down_proj"):
-            for expert in range(len(tensor)):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", tensor[expert]
-        else:
+        if name not in fused:
             yield name, tensor
+            continue
+        here, parameter = fused[name]
+        for expert in range(len(tensor)):
+            for held, part in zip(parameter.tensors, tensor[expert].chunk(len(parameter.tensors)), strict=True):
+                yield here + held.name.format(expert=expert), part
 
 
 @contextmanager
@@ -182,24 +185,60 @@ def hf_hooks(model: Any, tracer: Tracer) -> Iterator[None]:
         def before(module: torch.nn.Module, name: str) -> None:
             stack.callback(module.register_forward_pre_hook(lambda _m, args: _point(tracer, name, args[0])).remove)
 
-        output(inner.embed_tokens, "embed")
+        first, last = (getattr(described(_architecture(model), _moe_layers(model)[0]), end) for end in ("first", "last"))
+        modules = dict(model.named_modules())
+        for tensor in (first.parameters[0].tensors[0], last.parameters[0].tensors[0]):
+            output(modules[_module(tensor)], tensor.point)
         if hasattr(inner, "rotary_emb"):
             stack.callback(inner.rotary_emb.register_forward_pre_hook(_positions(tracer), with_kwargs=True).remove)
-        modules = dict(inner.named_modules())
-        for index, layer in enumerate(inner.layers):
-            for path, part in _PLAIN.items():
-                module = modules.get(f"layers.{index}.{path}".rstrip("."))
-                if module is not None:
-                    output(module, f"layers.{index}.{part}")
-            for path, part in _INPUTS.items():
-                module = modules.get(f"layers.{index}.{path}")
-                if module is not None:
-                    before(module, f"layers.{index}.{part}")
-            if hasattr(layer.mlp, "experts"):
-                _experts(stack, tracer, layer.mlp, index)
-        output(inner.norm, "final_norm")
-        _rotary(stack, tracer, inner)
+        for index, block in _layers(model):
+            here, layer = f"layers.{index}.", HF_LAYER.format(layer=index)
+            for path, point in _outputs(block).items():
+                if (module := modules.get(f"{layer}{path}".rstrip("."))) is not None:
+                    output(module, here + point)
+            for path, point in _inputs(block).items():
+                if (module := modules.get(layer + path)) is not None:
+                    before(module, here + point)
+            if (router := _router(block)) is not None:
+                _experts(stack, tracer, modules[layer + _module(router)], modules[layer + block.modules["expert_ids"]], index)
+        _rotary(stack, tracer, model)
         yield
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
+def _attention(block: Block) -> str:
+    """The module of a layer that turns queries, if the block is the attention's."""
+    turned = next((operation for operation in block.operations if operation.op == "rope"), None)
+    tensor = block.tensor(turned.parents[0]) if turned else None
+    return _module(tensor).rpartition(".")[0] if tensor else ""
+
+
+def _router(block: Block) -> Tensor | None:
+    """What the choice of a token's experts is made from, if the block has experts."""
+    choice = next((operation for operation in block.operations if operation.op == "top_k"), None)
+    return None if choice is None else block.tensor(choice.parents[0])
+
+
+def _outputs(block: Block) -> dict[str, str]:
+    """Modules of a layer whose output is a point; the layer itself has an empty name. A router's output is looked at with its experts."""
+    points = {operation.point for operation in block.operations} - block.modules.keys()
+    own = [tensor for each in block.parameters if not each.of_experts for tensor in each.tensors if tensor.point in points and tensor != _router(block)]
+    found = {_module(tensor): tensor.point for tensor in own}
+    found |= {path: point for point, path in block.modules.items() if point != "expert_ids"}
+    return found | ({"": block.operations[-1].point} if block.modules else {})
+
+
+def _inputs(block: Block) -> dict[str, str]:
+    """Modules of a layer whose input is a point that no module gives."""
+    operations, found = {operation.point: operation for operation in block.operations}, {}
+    for tensor in [tensor for each in block.parameters if not each.of_experts for tensor in each.tensors if tensor.point in operations]:
+        parent = operations[tensor.point].parents[0]
+        if parent != "stream" and block.tensor(parent) is None:
+            found[_module(tensor)] = parent
+    return found
 
 
 def _point(tracer: Tracer, name: str, value: Any) -> None:
@@ -222,15 +261,16 @@ def _positions(tracer: Tracer) -> Callable[..., None]:
     return hook
 
 
-def _rotary(stack: ExitStack, tracer: Tracer, inner: Any) -> None:
+def _rotary(stack: ExitStack, tracer: Tracer, model: Any) -> None:
     """Queries and keys after rotation: the function has no module, so the name that the attention's file looks up is wrapped."""
-    place = sys.modules[type(inner.layers[0].self_attn).__module__]
+    modules = [(index, model.model.layers[index].get_submodule(path)) for index, block in _layers(model) if (path := _attention(block))]
+    place = sys.modules[type(modules[0][1]).__module__]
     original = getattr(place, "apply_rotary_pos_emb", None)
     if original is None:
         return
     current: list[int] = []
-    for index, layer in enumerate(inner.layers):
-        stack.callback(layer.self_attn.register_forward_pre_hook(lambda _m, _a, index=index: current.append(index)).remove)
+    for index, module in modules:
+        stack.callback(module.register_forward_pre_hook(lambda _m, _a, index=index: current.append(index)).remove)
 
     def traced(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = original(q, k, *args, **kwargs)
@@ -257,7 +297,7 @@ class _Linear(TorchFunctionMode):
         return out
 
 
-def _experts(stack: ExitStack, tracer: Tracer, block: Any, layer: int) -> None:
+def _experts(stack: ExitStack, tracer: Tracer, router: Any, experts: Any, layer: int) -> None:
     """Router and experts of one layer."""
     here = f"layers.{layer}."
     state: dict[str, Any] = {}
@@ -278,7 +318,7 @@ def _experts(stack: ExitStack, tracer: Tracer, block: Any, layer: int) -> None:
         assert ids is not None
         k = ids.shape[1]
         rank = ids.argsort(dim=-1, stable=True).argsort(dim=-1)  # slot in ascending id of each choice
-        state["queue"] = list(_runs(ids, rank, str(getattr(block.experts.config, "_experts_implementation", "eager") or "eager")))
+        state["queue"] = list(_runs(ids, rank, str(getattr(experts.config, "_experts_implementation", "eager") or "eager")))
         state["k"], state["calls"] = k, 0
         mode = _Linear(lambda x, y: _seen(tracer, here, state, x, y))
         mode.__enter__()
@@ -290,9 +330,9 @@ def _experts(stack: ExitStack, tracer: Tracer, block: Any, layer: int) -> None:
             mode.__exit__(None, None, None)
 
     stack.callback(leave)
-    for module, hook in ((block.gate, routed), (block.experts, leave)):
+    for module, hook in ((router, routed), (experts, leave)):
         stack.callback(module.register_forward_hook(hook).remove)
-    stack.callback(block.experts.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    stack.callback(experts.register_forward_pre_hook(enter, with_kwargs=True).remove)
     for name in ("_grouped_linear", "_batched_linear"):
         _wrapped(stack, name, state, lambda x, y: _seen(tracer, here, state, x, y))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tio_megatron.layers.context import own_tokens
 from tio_megatron.layers.sequences import Sequences
 from tio_megatron.verify.recorders.megatron_experts import hook_experts
-from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head
+from tio_megatron.verify.recorders.scored import in_id_order, keeper, record_head, shape_of
 from tio_megatron.verify.traces.merge import merge_parts
 from tio_megatron.verify.traces.tracer import Tracer
 from tio_megatron.verify.traces.writer import TraceWriter
@@ -68,15 +68,6 @@ def record_megatron(
     if sizes.kv_heads % place.tp:
         raise ValueError(f"record: {place.tp} tensor-parallel ranks for {sizes.kv_heads} key/value groups; use at most as many ranks as groups")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    shape = {
-        "layers": sizes.layers,
-        "moe": [bool(sizes.experts)] * sizes.layers,
-        "tied": sizes.tied,
-        "hidden": sizes.hidden,
-        "head_dim": sizes.head_dim,
-        "experts": sizes.experts or None,
-        "top_k": sizes.top_k or None,
-    }
     layout = {"tp": place.tp, "ep": place.ep, "etp": place.etp, "sp": bool(inner.config.sequence_parallel), "pp": groups.pp.size(), "cp": groups.cp.size()}
     facts = {
         "temperature": temperature,
@@ -90,7 +81,7 @@ def record_megatron(
         "versions": {"torch": torch.__version__},
     }
     part = folder / f"rank-{rank}"
-    with TraceWriter(part, sequences, engine="megatron", shape=shape, facts=facts, keep=keeper(keep), rank=rank) as writer:
+    with TraceWriter(part, sequences, engine="megatron", shape=shape_of(sizes), facts=facts, keep=keeper(keep), rank=rank) as writer:
         if weights:
             for name, tensor in export_weights(inner, config):
                 if tensor is not None:

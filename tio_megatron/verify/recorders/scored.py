@@ -1,4 +1,4 @@
-"""What every recorder does alike: log-probabilities from logits, experts in ascending order, which tensors are kept.
+"""What every recorder does alike: sizes of the model, log-probabilities from logits, experts in ascending order, which tensors are kept.
 
 Legend: n tokens of a pass, V true vocabulary, K chosen experts.
 """
@@ -6,9 +6,12 @@ Legend: n tokens of a pass, V true vocabulary, K chosen experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from tio_megatron.contract import ModelShape
+from tio_megatron.models import moe_layers
 from tio_megatron.verify.traces.tracer import Tracer
 
 
@@ -18,6 +21,20 @@ def keeper(keep: Sequence[str] | bool) -> Callable[[str], bool]:
         return lambda name: bool(keep)
     wanted = [word for word in keep if word]
     return lambda name: any(word == "all" or word == name or f".{name}.".find(f".{word}.") >= 0 or name.startswith(f"{word}.") for word in wanted)
+
+
+def shape_of(sizes: ModelShape) -> dict[str, Any]:
+    """The ``shape`` of a trace of a described model."""
+    return {
+        "architecture": sizes.architecture,
+        "layers": sizes.layers,
+        "moe": moe_layers(sizes),
+        "tied": sizes.tied,
+        "hidden": sizes.hidden,
+        "head_dim": sizes.head_dim,
+        "experts": sizes.experts or None,
+        "top_k": sizes.top_k or None,
+    }
 
 
 def record_head(tracer: Tracer, logits: torch.Tensor, targets: torch.Tensor, *, temperature: float, full_vocab: bool) -> None:

@@ -1,4 +1,4 @@
-"""Recording vLLM (Qwen3, Qwen3-MoE): eager, on one rank or tensor-parallel ones, with experts cut or spread, stock or under the contract.
+"""Recording vLLM: eager, on one rank or tensor-parallel ones, with experts cut or spread, stock or under the contract.
 
 Sequences are prompts whose log-probabilities are asked for, one request at a time, so a token's position says which row of the trace it is, also in
 chunked prefill. Every rank's worker records its columns (:mod:`.vllm_worker`), the front end the log-probabilities; the parts are put together.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tio_megatron.verify.recorders.scored import keeper
+from tio_megatron.verify.recorders.scored import keeper, shape_of
 from tio_megatron.verify.traces.merge import merge_parts
 from tio_megatron.verify.traces.writer import TraceWriter
 
@@ -117,15 +117,7 @@ def record_vllm(
     if temperature != 1.0:
         raise ValueError(_NO_TEMPERATURE)
     folder, sizes = Path(folder), config.shape
-    shape = {
-        "layers": sizes.layers,
-        "moe": [bool(sizes.experts)] * sizes.layers,
-        "tied": sizes.tied,
-        "hidden": sizes.hidden,
-        "head_dim": sizes.head_dim,
-        "experts": sizes.experts or None,
-        "top_k": sizes.top_k or None,
-    }
+    shape = shape_of(sizes)
     facts = {
         "temperature": 1.0,
         "training": False,

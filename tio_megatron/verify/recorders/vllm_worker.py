@@ -5,13 +5,17 @@ Legend: n tokens of a pass, T of the trace, V vocabulary, D head size, I width o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tio_megatron.contract import ModelShape
+from tio_megatron.models import Block, Shard, architecture_of, moe_layers, parameters
+from tio_megatron.models.description import SIZES
 from tio_megatron.verify.recorders.scored import keeper
 from tio_megatron.verify.recorders.vllm_experts import hook_experts
 from tio_megatron.verify.traces.digest import row_digests
@@ -86,24 +90,18 @@ def _weights(writer: TraceWriter, model: Any, sizes: Any, checkpoint: str | None
                     writer.weights[name]["origin"] = "checkpoint"
 
 
-def vllm_weights(model: Any, sizes: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def vllm_weights(model: Any, sizes: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by their HF names, taken out of vLLM's packed ones; what a backend has packed in a form of its own is left out."""
-    rows = {"q": sizes.heads * sizes.head_dim, "k": sizes.kv_heads * sizes.head_dim, "v": sizes.kv_heads * sizes.head_dim}
-    for name, tensor in model.named_parameters():
-        base = name.rsplit(".", 2)[0]
-        if name.endswith("self_attn.qkv_proj.weight"):
-            if tensor.shape == (sum(rows.values()), sizes.hidden):
-                for part, weight in zip("qkv", tensor.split(list(rows.values())), strict=True):
-                    yield f"{base}.{part}_proj.weight", weight
-        elif name.endswith("mlp.gate_up_proj.weight"):
-            if tensor.shape == (2 * sizes.ffn, sizes.hidden):
-                for part, weight in zip(("gate", "up"), tensor.chunk(2), strict=True):
-                    yield f"{base}.{part}_proj.weight", weight
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            if tensor.shape[0] >= sizes.vocab and tensor.shape[1:] == (sizes.hidden,):
-                yield name, tensor[: sizes.vocab]
-        elif name.endswith("norm.weight") or (name.endswith("mlp.gate.weight") and tensor.shape == (sizes.experts, sizes.hidden)):
-            yield name, tensor
+    held = dict(model.named_parameters())
+    for placed in parameters(sizes):
+        tensor, rows = held.get(placed.vllm), [spec.shape[0] for spec in placed.specs]
+        if tensor is None or placed.parameter.of_experts or placed.parameter.shard is Shard.ROW:
+            continue
+        if placed.parameter.shard is Shard.VOCAB:
+            rows.append(max(0, tensor.shape[0] - rows[0]))  # padding
+        if tensor.shape == (sum(rows), *placed.specs[0].shape[1:]):
+            for spec, part in zip(placed.specs, tensor.split(rows), strict=False):
+                yield spec.name, part
 
 
 class _Run:
@@ -163,13 +161,10 @@ class _Run:
 
 
 @contextmanager
-def _hooks(model: Any, run: _Run, sizes: Any) -> Iterator[None]:
-    inner = model.model
-    rows = [heads * sizes.head_dim // run.ranks for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+def _hooks(model: Any, run: _Run, sizes: ModelShape) -> Iterator[None]:
+    described = architecture_of(sizes)
+    embedding, (norm, *_) = described.first.parameters[0], described.last.parameters
     with ExitStack() as stack:
-
-        def after(module: Any, work: Any) -> None:
-            stack.callback(module.register_forward_hook(lambda _m, _a, out: work(out)).remove)
 
         def begin(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
@@ -177,34 +172,20 @@ def _hooks(model: Any, run: _Run, sizes: Any) -> Iterator[None]:
 
         # On the whole model: the inner one's class, made for torch.compile, calls past its hooks.
         stack.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        after(inner.embed_tokens, lambda out: run.put("embed", out))
-        for index, layer in enumerate(inner.layers):
-            here = f"layers.{index}."
-            attention = layer.self_attn
-            after(layer.input_layernorm, lambda out, index=index, here=here: _normed(run, out, f"{here}attn_norm", f"layers.{index - 1}.mlp_residual"))
-            after(attention.qkv_proj, lambda out, here=here: _split(run, here, _first(out), rows))
-            for name in "qk":
-                after(getattr(attention, f"{name}_norm"), lambda out, name=name, here=here: run.columns(f"{here}{name}_norm", out))
-            # Queries and keys as attention takes them: the rotary module is one for all layers.
-            stack.callback(attention.attn.register_forward_pre_hook(lambda _m, args, here=here: _turned(run, here, args)).remove)
-            after(attention.attn, lambda out, here=here: run.columns(f"{here}attn", out))
-            after(attention.o_proj, lambda out, here=here: run.put(f"{here}o_proj", _first(out)))
-            after(layer.post_attention_layernorm, lambda out, here=here: _normed(run, out, f"{here}mlp_norm", f"{here}attn_residual"))
-            if hasattr(layer.mlp, "experts"):
-                after(layer.mlp.gate, lambda out, here=here: run.put(f"{here}router_logits", _first(out)))
-                hook_experts(stack, run, layer.mlp.experts, here, sizes)
-            else:
-                after(layer.mlp.gate_up_proj, lambda out, here=here: _halves(run, here, _first(out)))
-                after(layer.mlp.act_fn, lambda out, here=here: run.columns(f"{here}act", out))
-            after(layer.mlp, lambda out, here=here: run.put(f"{here}mlp_out", out))
-        last = f"layers.{len(inner.layers) - 1}.mlp_residual"
+        stream = embedding.tensors[0].point
+        _after(stack, _module(model, embedding.vllm), partial(run.put, stream))
+        for index, (layer, moe) in enumerate(zip(model.model.layers, moe_layers(sizes), strict=True)):
+            here, before = f"layers.{index}.", stream
+            for block in described.layer(moe):
+                _hook_block(stack, run, block, layer, here, before, sizes)
+                stream = here + block.operations[-1].point
 
         def final(out: Any) -> None:
             if isinstance(out, tuple):
-                run.put(last, out[1])
+                run.put(stream, out[1])
             run.end_of_layers(_first(out))
 
-        after(inner.norm, final)
+        _after(stack, _module(model, norm.vllm), final)
 
         def logits(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             hidden = kwargs.get("hidden_states", args[1] if len(args) > 1 else None)
@@ -215,27 +196,66 @@ def _hooks(model: Any, run: _Run, sizes: Any) -> Iterator[None]:
         yield
 
 
+def _hook_block(stack: ExitStack, run: _Run, block: Block, layer: Any, here: str, stream: str, sizes: ModelShape) -> None:
+    """Hooks on the modules of one block; ``here`` stands before its points, ``stream`` is what the layer before gave."""
+    operations = {operation.point: operation for operation in block.operations}
+    for parameter in block.parameters:
+        tensors = parameter.tensors
+        if parameter.of_experts or tensors[0].point in block.modules:
+            continue
+        module, names = _module(layer, parameter.vllm), [here + tensor.point for tensor in tensors]
+        if parameter.shard is Shard.COLUMN:
+            rows = [SIZES[tensor.axes[0]](sizes) // run.ranks for tensor in tensors]
+            _after(stack, module, partial(_split, run, names, rows))
+        elif tensors[0].axes == "D":
+            _after(stack, module, partial(run.columns, names[0]))
+        elif operations[tensors[0].point].op == "norm":
+            parent = operations[tensors[0].point].parents[0]
+            _after(stack, module, partial(_normed, run, names[0], stream if parent == "stream" else here + parent))
+        else:
+            _after(stack, module, partial(_put, run, names[0]))
+    for point, path in block.vllm_modules.items():
+        module = layer.get_submodule(path)
+        if operations[point].op == "attention":
+            # Queries and keys as attention takes them: the rotary module is one for all layers.
+            turned = [here + parent for parent in operations[point].parents if operations[parent].op == "rope"]
+            stack.callback(module.register_forward_pre_hook(partial(_turned, run, turned)).remove)
+        _after(stack, module, partial(run.columns, here + point))
+    for point, path in block.modules.items():
+        if operations[point].op == "top_k":
+            hook_experts(stack, run, layer.get_submodule(path), here, sizes)
+        else:
+            _after(stack, layer.get_submodule(path), partial(run.put, here + point))
+
+
+def _module(root: Any, parameter: str) -> Any:
+    return root.get_submodule(parameter.rpartition(".")[0])
+
+
+def _after(stack: ExitStack, module: Any, work: Callable[[Any], None]) -> None:
+    stack.callback(module.register_forward_hook(lambda _m, _a, out: work(out)).remove)
+
+
+def _put(run: _Run, name: str, out: Any) -> None:
+    run.put(name, _first(out))
+
+
 def _first(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _normed(run: _Run, out: Any, name: str, residual: str) -> None:
+def _normed(run: _Run, name: str, residual: str, out: Any) -> None:
     """vLLM's norm adds first and returns the sum beside the result; the first layer's has nothing to add."""
     if isinstance(out, tuple):
         run.put(residual, out[1])
     run.put(name, _first(out))
 
 
-def _split(run: _Run, here: str, out: torch.Tensor, rows: list[int]) -> None:
-    for name, part in zip("qkv", out.split(rows, dim=-1), strict=True):
-        run.columns(f"{here}{name}_proj", part)
+def _split(run: _Run, names: list[str], rows: list[int], out: Any) -> None:
+    for name, part in zip(names, _first(out).split(rows, dim=-1), strict=True):
+        run.columns(name, part)
 
 
-def _turned(run: _Run, here: str, args: tuple[Any, ...]) -> None:
-    for name, part in zip("qk", args[:2], strict=True):
-        run.columns(f"{here}{name}_rope", part)
-
-
-def _halves(run: _Run, here: str, out: torch.Tensor) -> None:
-    for name, part in zip(("gate", "up"), out.chunk(2, dim=-1), strict=True):
-        run.columns(f"{here}{name}_proj", part)
+def _turned(run: _Run, names: list[str], _module: Any, args: tuple[Any, ...]) -> None:
+    for name, part in zip(names, args, strict=False):
+        run.columns(name, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.models import SCALED, Point, points
 from tio_megatron.verify.readers.safe_file import SafeFile
-from tio_megatron.verify.traces.points import SCALED, Point, points
 from tio_megatron.verify.traces.writer import FORMAT, NAME, VERSION
 
 PASSES = ("call", "batch", "padding")
@@ -57,7 +58,7 @@ class Trace:
             self.recorded: dict[str, dict[str, Any]] = header["points"]
             self.weights: dict[str, dict[str, Any]] = header["weights"]
             self.kept: set[str] = set(header["kept"])
-            known = [point.name for point in points(int(self.shape["layers"]), self.shape["moe"], tied=bool(self.shape.get("tied")))]
+            known = [point.name for point in self._points()]
             odd = [name for name in (*self.recorded, *self.weights, *self.kept) if not NAME.fullmatch(name)]
             if odd:
                 raise ValueError(f"{shown(odd[0])} is no name of a point or a parameter")
@@ -79,10 +80,13 @@ class Trace:
     @property
     def graph(self) -> list[Point]:
         """The points of this model, recorded or not (those of rows weighted early only if they are); then those with names of their own."""
-        known = list(points(int(self.shape["layers"]), self.shape["moe"], tied=bool(self.shape.get("tied"))))
-        known = [point for point in known if point.part not in SCALED or point.name in self.recorded]
+        known = [point for point in self._points() if point.part not in SCALED or point.name in self.recorded]
         names = {point.name for point in known}
         return known + [Point(name, "unknown") for name in self.names if name not in names]
+
+    def _points(self) -> Iterator[Point]:
+        shape = self.shape
+        return points(int(shape["layers"]), shape["moe"], tied=bool(shape.get("tied")), architecture=str(shape.get("architecture", "")))
 
     @cached_property
     def tokens(self) -> npt.NDArray[np.int64]:

@@ -42,7 +42,7 @@ class TraceWriter:
         folder: to make; must not hold a trace.
         sequences: token ids; row ``i`` of every point is the ``i``-th token of all sequences end to end.
         engine: who ran the model ("hf", "megatron", "vllm", or your own word).
-        shape: ``layers``, ``moe`` (list of booleans), ``tied``, and further sizes for the report.
+        shape: ``layers``, ``moe`` (list of booleans), ``tied``, ``architecture`` where it is described, and further sizes for the report.
         facts: what may matter for bytes and is no tensor (temperature, training, layout, versions).
         keep: whether the tensor of a point is kept, by its name; False for none, True for all.
         rank: of this process, where several write parts.
@@ -99,7 +99,7 @@ class TraceWriter:
         """Record ``rows`` [n, ...] of the point ``name`` for the tokens ``at`` [n] (row numbers of the trace; -1 is padding and left out).
 
         Args:
-            name: see :mod:`tio_megatron.verify.traces.points`; other names are kept too, and compared after all known ones.
+            name: see :mod:`tio_megatron.models.points`; other names are kept too, and compared after all known ones.
             rows: any device and type.
             at: [n] int64.
             columns: where a row is only a part, its first column of the whole flattened row (one number, or one per row); None for whole rows.
