@@ -31,20 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
 
     from rich.console import Console
-    from rich.table import Table
+
+    from tio_megatron.commands.tables import show_rows
 
     console = Console()
     rows = []
     for name in options.names or BENCHMARKS:
         with console.status(f"{name} ..."):
             found = importlib.import_module(f"benchmarks.{name}").rows()
-        table = Table(title=name, title_justify="left")
-        for column in ("what", "ratio", "goal", "met", "note"):
-            table.add_column(column, justify="right" if column in ("ratio", "goal") else "left")
-        for row in found:
-            ratio = "bytes differ" if row["ratio"] is None else f"{row['ratio']:.2f}"
-            table.add_row(row["name"], ratio, str(row["goal"]), "yes" if row["met"] else "no", row.get("note", ""))
-        console.print(table)
+        ratios = ["bytes differ" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in found]
+        cells = [(row["name"], ratio, str(row["goal"]), "yes" if row["met"] else "no", row.get("note", "")) for row, ratio in zip(found, ratios, strict=True)]
+        show_rows(console, ("what", "ratio", "goal", "met", "note"), cells, title=name)
         rows += [{"benchmark": name, **row} for row in found]
         write(options.out, {"machine": machine(), "rows": rows})  # after each, so that a later failure loses nothing
     met = sum(row["met"] for row in rows)

@@ -13,16 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
     "contract": set(),
+    "files": {"contract"},
     "kernels": {"contract"},
     "collectives": {"contract"},
     "models": {"contract"},
-    "checkpoint": {"contract", "models"},
+    "checkpoint": {"files", "contract", "models"},
     "layers": {"contract", "kernels", "collectives"},
     "rl": {"contract", "kernels", "collectives", "layers"},
-    "rollouts": {"contract", "checkpoint"},
-    "integrations": {"contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl"},
-    "verify": {"contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
-    "commands": {"contract", "models", "checkpoint", "rollouts", "verify"},
+    "rollouts": {"files", "contract", "checkpoint"},
+    "integrations": {"files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl"},
+    "verify": {"files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
+    "commands": {"files", "contract", "models", "checkpoint", "rollouts", "verify"},
     "testing": {"contract", "checkpoint"},
 }
 """What each room may import besides itself. ``verify`` and ``testing`` stand beside the house and are in nobody's list."""

@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
 from tio_megatron.contract.messages import cut, shown
-from tio_megatron.contract.strict_json import GivenTwice, read_json
+from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.safetensors_header import read_header
 from tio_megatron.models import TensorSpec, tensor_count, tensor_table, tied_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 _SHOWN = 6
-_LONGEST_HEADER = 100_000_000
 """Bytes, of safetensors itself."""
 _OLDER = "the file is damaged, or the training that wrote it had diverged: copy it again, or take an older checkpoint"
 
@@ -133,12 +133,12 @@ class Checkpoint:
         if file not in self._open:
             path = self.path / file
             try:
-                _names_once(path)
+                read_header(path)  # the library takes one of two tensors of one name
                 self._open[file] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise CheckpointError(f"{path}: no such file") from error
-            except GivenTwice as error:
-                raise CheckpointError(f"{path}: {error}; copy it again") from error
+            except ValueError as error:
+                raise CheckpointError(f"{error}; copy it again") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a whole safetensors file ({cut(str(error))}); copy it again") from error
         return self._open[file]
@@ -235,19 +235,3 @@ def _some(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(cut(name, 200) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
-
-def _names_once(path: Path) -> None:
-    """Refuse a header that has a tensor, or a field of one, twice: the library takes one of them. All else that is wrong it says itself.
-
-    Raises:
-        GivenTwice: names it.
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            read_json(file.read(length) if length <= min(path.stat().st_size, _LONGEST_HEADER) else b"{}")
-        except GivenTwice:
-            raise
-        except (ValueError, RecursionError):
-            return

@@ -21,6 +21,7 @@ from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
 from tio_megatron.contract.messages import LONGEST, cut, shown
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.whole import write_whole
 
 STATE = "state.json"
 LATEST = "latest"
@@ -94,11 +95,7 @@ class TrainingDraft:
             target = self._free_name()
             self.path.rename(target)
             _sync(self.root)
-            pointer = self.root / f"{LATEST}.part"
-            pointer.write_text(target.name + "\n", encoding="utf-8")
-            _sync(pointer)
-            os.replace(pointer, self.root / LATEST)
-            _sync(self.root)
+            write_whole(self.root / LATEST, (target.name + "\n").encode(), to_disk=True)
         except OSError as error:
             raise self.failed(error) from error
         for path in before:  # the same step, written before: nobody is pointed to it any more

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import typer
@@ -28,7 +29,7 @@ def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any],
         typer.Exit: always; 2 where ``work`` raised ValueError, OSError or ImportError.
     """
     try:
-        with other_packages_quiet():
+        with stdout_to_stderr() if as_json else nullcontext(), other_packages_quiet():
             status, answer, show = work()
     except (ValueError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
@@ -42,6 +43,20 @@ def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any],
     else:
         show(Console())
     raise typer.Exit(status)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What anybody in this process or its children prints meanwhile (vLLM's log) goes to stderr: stdout is for the answer alone."""
+    sys.stdout.flush()
+    held = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(held, 1)
+        os.close(held)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from tio_megatron.commands.answer import JSON, tell
+from tio_megatron.commands.tables import show_rows
 from tio_megatron.models import EXAMPLE
 
 EPILOG = f'Example: tio doctor --model {EXAMPLE} --trainer train.sh --rollout "--tensor-parallel-size 4 --enable-expert-parallel"'
@@ -72,17 +72,11 @@ def doctor(
             answer |= {"contract": fit.contract.to_dict(), "fingerprint": fit.contract.fingerprint(), "nearest": [[str(a), str(b)] for a, b in fit.nearest]}
 
         def show(console: Console) -> None:
-            table = Table("", "topic")
-            for column in ("found", "what works"):
-                table.add_column(column, overflow="fold")
-            for finding in found.findings:
-                table.add_row(f"[{COLOURS[finding.level]}]{finding.level}[/]", finding.topic, finding.what, finding.works)
-            console.print(table)
+            rows = [(finding.level, finding.topic, finding.what, finding.works) for finding in found.findings]
+            show_rows(console, ("", "topic", "found", "what works"), rows, styles=[COLOURS[finding.level] for finding in found.findings])
             if fit is not None and fit.nearest:
-                near = Table("trainer", "rollout", title="layouts near by that work", title_justify="left")
-                for left, right in fit.nearest:
-                    near.add_row(str(left), str(right))
-                console.print(near)
+                near = [(str(left), str(right)) for left, right in fit.nearest]
+                show_rows(console, ("trainer", "rollout"), near, title="layouts near by that work")
             bad = sum(finding.level == "bad" for finding in found.findings)
             ended = {0: "nothing forbids it", 1: f"{bad} {'thing forbids' if bad == 1 else 'things forbid'} it", 2: "could not tell everything"}[status]
             if workers is not None:

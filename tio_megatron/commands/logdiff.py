@@ -34,8 +34,9 @@ def logdiff(
     """
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        from tio_megatron.files.whole import write_whole
         from tio_megatron.verify.logdiff import logdiff as compare
-        from tio_megatron.verify.picture import draw, numbers, page, write_whole
+        from tio_megatron.verify.picture import draw, numbers, page
         from tio_megatron.verify.readers import files_of, read_scored
 
         folders = {str(path): files_of(path) for path in (a, b) if path.is_dir()}

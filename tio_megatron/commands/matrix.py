@@ -28,10 +28,10 @@ def matrix(
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from tio_megatron.files.whole import write_whole
         from tio_megatron.verify.matrix import heat
         from tio_megatron.verify.matrix.run import run
         from tio_megatron.verify.matrix.table import Table
-        from tio_megatron.verify.picture import write_whole
 
         table = Table.from_file(file)
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from tio_megatron.commands.answer import JSON, tell
 from tio_megatron.commands.doctor import LAYOUT
+from tio_megatron.commands.tables import show_rows
 from tio_megatron.models import EXAMPLE
 
 EPILOG = f"Example: tio plan --model {EXAMPLE} --trainer tp4+pp2+cp2+ep8+etp1 --rollout tp4+ep --out contract.json"
@@ -35,9 +35,9 @@ def plan(
     """
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
+        from tio_megatron.files.whole import write_whole
         from tio_megatron.verify import costs
         from tio_megatron.verify.doctor import families, fit, settings, shape_of
-        from tio_megatron.verify.picture import write_whole
 
         if min(tokens, requests, micro_batches) < 1:
             raise ValueError(f"--tokens, --requests and --micro-batches must be at least 1, got {tokens}, {requests} and {micro_batches}")
@@ -75,10 +75,11 @@ def plan(
             cuts = ", ".join(f"{name} {count}" for name, count in contract.to_dict()["cuts"].items())
             console.print(f"contract {contract.fingerprint()} (family {contract.family}; {cuts})", highlight=False, soft_wrap=True)
             for side, rows in sides.items():
-                table = Table("what", "per", "ours", "stock", "ratio", "why", title=side, title_justify="left")
-                for row in rows:
-                    table.add_row(row.what, row.per, size(row.ours), size(row.stock), f"{row.ours / row.stock:.2f}" if row.stock else "", row.why)
-                console.print(table if rows else f"{side}: no sum crosses ranks, nothing is added")
+                cells = [(r.what, r.per, size(r.ours), size(r.stock), f"{r.ours / r.stock:.2f}" if r.stock else "", r.why) for r in rows]
+                if cells:
+                    show_rows(console, ("what", "per", "ours", "stock", "ratio", "why"), cells, title=side)
+                else:
+                    console.print(f"{side}: no sum crosses ranks, nothing is added")
             for side, found in totals.items():
                 console.print(
                     f"{side}: {size(found.extra)} more than stock in a step of {found.tokens} tokens ({size(found.ours)}, stock {size(found.stock)}), "

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from tio_megatron.commands.answer import JSON, tell
+from tio_megatron.commands.tables import counted, show_rows
 
 app = typer.Typer(name="rollouts", help="Stores of rollouts: show, verify, import, sample, replay.", no_args_is_help=True)
 
@@ -24,7 +25,6 @@ def show(store: Annotated[Path, STORE], as_json: Annotated[bool, JSON] = False) 
     """List the batches: step, sequences, weights, contract, where from. Exit status: 0, or 2 when it cannot be read."""
 
     def work() -> Answer:
-        from rich.table import Table
 
         from tio_megatron.rollouts import Store
 
@@ -41,13 +41,9 @@ def show(store: Annotated[Path, STORE], as_json: Annotated[bool, JSON] = False) 
         answer = {"batches": rows, "rollouts": len(opened), "head": opened.head}
 
         def text(console: Console) -> None:
-            table = Table(box=None)
-            for name in rows[0] if rows else ():
-                table.add_column(name)
-            for row in rows:
-                table.add_row(*("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-            console.print(table)
-            console.print(f"{len(rows)} batches, {len(opened)} rollouts, head {opened.head[:16]}", highlight=False)
+            cells = [["" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+            show_rows(console, [*rows[0]] if rows else (), cells)
+            console.print(f"{counted(len(rows), 'batch', 'batches')}, {len(opened)} rollouts, head {opened.head[:16]}", highlight=False)
 
         return 0, answer, text
 
@@ -66,7 +62,7 @@ def verify(
         from tio_megatron.rollouts import Store
 
         audit = Store.open(store).verify(head)
-        line = f"{audit.batches} batches, {audit.sequences} rollouts, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
+        line = f"{counted(audit.batches, 'batch', 'batches')}, {audit.sequences} rollouts, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
         return 0, vars(audit), lambda console: console.print(line, highlight=False)
 
     tell("rollouts verify", as_json, work)
@@ -105,7 +101,7 @@ def import_(
         for batch in batches:
             opened.append(batch)
         count = sum(map(len, batches))
-        line = f"{len(batches)} batches, {count} rollouts imported; the store has {opened.batches} and {len(opened)}"
+        line = f"{counted(len(batches), 'batch', 'batches')}, {count} rollouts imported; the store has {opened.batches} and {len(opened)}"
         return 0, {"batches": len(batches), "rollouts": count}, lambda console: console.print(line, highlight=False)
 
     tell("rollouts import", as_json, work)
@@ -127,8 +123,8 @@ def sample(
     def work() -> Answer:
         import numpy as np
 
+        from tio_megatron.files.whole import write_whole
         from tio_megatron.rollouts import Store, StoreError
-        from tio_megatron.verify.picture import write_whole
 
         opened = Store.open(store)
         weights = None
@@ -184,7 +180,7 @@ def replay(
         with tempfile.TemporaryDirectory(prefix="tio-replay-") as folder:
             found = compare(batches(), scorer(model, side, contract, Path(folder)), weights=digest)
         verdict = "the stored bytes" if found.same else f"{found.differ} differ, max {found.max_abs:.3g}; first: {found.first}" if found.tokens else "no token"
-        line = f"{found.tokens} tokens of {found.batches} batches scored again by {side}: {verdict}"
+        line = f"{found.tokens} tokens of {counted(found.batches, 'batch', 'batches')} scored again by {side}: {verdict}"
         return (0 if found.same else 1 if found.tokens else 2), vars(found), lambda console: console.print(line, highlight=False, soft_wrap=True)
 
     tell("rollouts replay", as_json, work)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tio_megatron.files.whole import write_whole
+
 VARIABLE = "TIO_HANDSHAKE"
 SUFFIX = ".worker.json"
 FORMAT = 1
@@ -40,11 +42,8 @@ def leave(mine: Mapping[str, Any], ranks: Sequence[int]) -> Path | None:
     job = _job(str(mine["engine"]).partition(" ")[0])
     text = json.dumps({"tio_handshake": FORMAT, "job": job, "time": round(time.time(), 3), "ranks": sorted(ranks), **mine})
     path = Path(folder) / f"{job}-{mine['rank']:05d}{SUFFIX}"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise ValueError(f"{VARIABLE}={folder}: cannot be written ({error}); name a folder that every worker can write, or unset it") from error
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.numpy import load, save
 
 from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.safetensors_header import parse_header, read_header
 from tio_megatron.rollouts.batch import ARRAYS, OPTIONAL, About, Batch
 from tio_megatron.rollouts.errors import StoreError
 
@@ -24,7 +24,6 @@ NOTHING = "0" * 64
 _KEY = "rollouts"
 _FIELDS = ("format", "number", "before", "contents", "about")
 _STORED = {"int64": "I64", "int32": "I32", "float32": "F32", "float64": "F64"}
-_LONGEST_HEADER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,11 @@ def decode(raw: bytes, where: str) -> tuple[Head, Batch]:
     Raises:
         StoreError: damaged, cut off, edited, or something else.
     """
-    head = _head(raw[:8], raw[8:], len(raw), where)
+    try:
+        header = parse_header(raw[:8], raw[8:], len(raw), where)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
+    head = _head(header, len(raw), where)
     try:
         held = load(raw)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -74,10 +77,11 @@ def read_head(path: Path) -> Head:
     Raises:
         StoreError: as :func:`decode`, as far as the head goes.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(8)
-        return _head(first, file.read(min(int.from_bytes(first, "little"), _LONGEST_HEADER)), size, str(path))
+    try:
+        header, _, size = read_header(path)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
+    return _head(header, size, str(path))
 
 
 def file_digest(raw: bytes) -> str:
@@ -85,15 +89,8 @@ def file_digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def _head(first: bytes, rest: bytes, size: int, where: str) -> Head:
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-        raise StoreError(f"{where}: no safetensors file, or cut off: a header of {length} bytes is announced in a file of {size}")
-    try:
-        header = read_json(rest[:length])
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where}: a damaged header ({cut(str(error))})") from None
-    metadata: Any = header.pop("__metadata__", None) if isinstance(header, dict) else None
+def _head(header: dict[str, Any], size: int, where: str) -> Head:
+    metadata: Any = header.pop("__metadata__", None)
     try:
         said = read_json(metadata[_KEY])
     except (ValueError, RecursionError, KeyError, TypeError):

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.whole import write_whole
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.batch_file import FORMAT, NOTHING, Head, decode, encode, file_digest, read_head
 from tio_megatron.rollouts.draw import Drawn, draw
@@ -286,19 +287,6 @@ def _heads(folder: Path, known: Sequence[Head]) -> list[Head]:
 
 def _write(folder: Path, name: str, raw: bytes) -> None:
     """Whole and on the disk, or not at all. The caller holds the lock, so nobody else takes the name."""
-    path, draft = folder / name, folder / f"{_DRAFT}{os.getpid()}"
-    try:
-        with draft.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            raise StoreError(f"{path}: is there already; a batch is never replaced")
-        draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    there = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(there)
-    finally:
-        os.close(there)
+    if (folder / name).exists():
+        raise StoreError(f"{folder / name}: is there already; a batch is never replaced")
+    write_whole(folder / name, raw, to_disk=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -21,6 +22,12 @@ CONTEXT = 4
 _EXTREME = 2.0
 _WORST = 10
 _NOTES = 3
+_PLACES = 3
+"""So many places a list is moved to find out whether it is shifted."""
+_CLOSER = 10.0
+"""So many times smaller the mean difference of a list that was moved must be."""
+_FEWEST = 8
+"""Log-probabilities from which a shift is told: of fewer, some place fits by chance."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
     found, quantiles, positions, sequences = Logdiff(), Quantiles(), Trend(), Trend()
     total = total_k3 = bias = 0.0
     low, high = math.inf, -math.inf
+    shifts: Counter[int] = Counter()
     for index, (left, right) in enumerate(zip_longest(a, b)):
         if left is None or right is None:
             longer, shorter = ("A", "B") if right is None else ("B", "A")
@@ -129,6 +137,9 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
         quantiles.add(size)
         positions.add(np.arange(start, start + count), size)
         sequences.add(np.full(count, index), size)
+        shift = _shift(x, y) if differs.any() and len(left.logprobs) == len(right.logprobs) else 0
+        if shift:
+            shifts[shift] += 1
         item = (float(size.mean()), index, count)
         if item[0] > 0:
             (heapq.heappush if len(found.worst) < _WORST else heapq.heappushpop)(found.worst, item)
@@ -141,8 +152,21 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
     found.worst.sort(reverse=True)
     if found.uneven > len(found.notes):
         found.notes.append(f"{found.uneven - len(found.notes)} more sequences have another number of log-probabilities on each side")
+    if shifts:
+        shift, times = shifts.most_common(1)[0]
+        places = f"{abs(shift)} {'place' if abs(shift) == 1 else 'places'} {'later' if shift > 0 else 'earlier'}"
+        found.notes.append(f"B's list stands {places} than A's in {times} of {found.sequences} sequences: moved back, they agree {_CLOSER:g} times better")
     found.histogram = _histogram(quantiles)
     return found
+
+
+def _shift(x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> int:
+    """By how many places ``y`` stands later than ``x``, where moving it makes the two agree far better; else 0."""
+    if len(x) < _FEWEST:
+        return 0
+    apart = {by: float(np.abs(x[max(0, -by) : len(x) - max(0, by)] - y[max(0, by) : len(y) - max(0, -by)]).mean()) for by in range(-_PLACES, _PLACES + 1)}
+    best = min(apart, key=lambda by: (apart[by], abs(by)))
+    return best if apart[best] * _CLOSER < apart[0] else 0
 
 
 def _uneven(a: Scored, b: Scored, index: int, count: int) -> str:

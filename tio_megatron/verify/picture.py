@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import os
-from pathlib import Path
 
 from tio_megatron.verify.logdiff import Logdiff
 
@@ -84,17 +82,6 @@ def numbers(found: Logdiff) -> list[tuple[str, str]]:
         ("last third of positions / first third", f"{found.growth:.3g}"),
         *(("note", note) for note in found.notes),
     ]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Whoever reads ``path`` finds all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.parent / f".{path.name}.draft-{os.getpid()}"
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _number(value: float | None) -> str:

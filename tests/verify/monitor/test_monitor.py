@@ -198,14 +198,14 @@ import os, sys
 import numpy as np
 from tio_megatron.verify.monitor import bundle
 from tio_megatron.verify.monitor.sides import Side
-at, calls, write = int(sys.argv[2]), [0], bundle._write
-def dying(path, text):
+at, calls, write = int(sys.argv[2]), [0], bundle.write_whole
+def dying(path, text, **how):
     calls[0] += 1
     if calls[0] == at:
-        path.write_text(text[: len(text) // 2])
+        path.write_bytes(text[: len(text) // 2])
         os._exit(9)
-    write(path, text)
-bundle._write = dying
+    write(path, text, **how)
+bundle.write_whole = dying
 side = Side(np.arange(3), -np.ones(3, dtype=np.float32), -np.zeros(3, dtype=np.float32))
 bundle.write_bundle(bundle.Path(sys.argv[1]) / "breach-00000001", [side], {"step": 1}, {})
 """

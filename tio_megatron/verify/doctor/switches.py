@@ -44,7 +44,9 @@ def judged(device: str, values: Mapping[str, str], *, plugged: bool, started: bo
             if plugged and value is None and switch.level == "note" and switch.name != "OMP_NUM_THREADS":
                 continue  # nobody asked for it, and it changes nothing here
             clean = False
-            said = f"{switch.name} is {UNSET if value is None else value}: breaks: {switch.plugged if plugged else switch.why}"
+            about = switch.plugged if plugged else switch.why
+            harmless = plugged and value is None
+            said = f"{switch.name} is {UNSET if value is None else value}: {about if harmless else f'breaks: {about}'}"
             yield Finding(switch.level if plugged else "note", TOPIC, said, switch.works)
         elif value is not None:
             yield Finding("ok", TOPIC, f"{switch.name} is {value}: {does}: {switch.why}")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tio_megatron.files.whole import write_whole
 from tio_megatron.verify.logdiff import Logdiff, logdiff
 from tio_megatron.verify.matrix.table import Side, Table
-from tio_megatron.verify.picture import write_whole
 from tio_megatron.verify.readers import read_scored
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TIO_CONTRACT")

@@ -119,7 +119,7 @@ def main(settings: Mapping[str, Any], out: Path) -> None:
     if found is None:
         return
     lines = [json.dumps({"tokens": list(ids), "logprobs": logprobs}) for ids, logprobs in zip(settings["tokens"], found, strict=True)]
-    from tio_megatron.verify.picture import write_whole
+    from tio_megatron.files.whole import write_whole
 
     part = out.with_name(f"{out.stem}.rank{os.environ.get('RANK', '0')}.jsonl")
     write_whole(part, "".join(line + "\n" for line in lines).encode())

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.whole import write_whole
 from tio_megatron.integrations import releases
 from tio_megatron.verify.monitor.sides import Side
 
@@ -63,7 +64,7 @@ def write_bundle(folder: Path, sides: Sequence[Side], about: Mapping[str, Any], 
     try:
         for name in SIDES:
             lines = [json.dumps({"tokens": sides[i].tokens.tolist(), "logprobs": [_number(x) for x in getattr(sides[i], name)]}) for i in chosen]
-            _write(draft / f"{name}.jsonl", "".join(line + "\n" for line in lines))
+            write_whole(draft / f"{name}.jsonl", "".join(line + "\n" for line in lines).encode(), to_disk=True)
         held = {
             "bundle": VERSION,
             **about,
@@ -73,19 +74,11 @@ def write_bundle(folder: Path, sides: Sequence[Side], about: Mapping[str, Any], 
             "versions": versions(),
             "configuration": public(configuration),
         }
-        _write(draft / "breach.json", json.dumps(held, indent=1, allow_nan=False) + "\n")
+        write_whole(draft / "breach.json", (json.dumps(held, indent=1, allow_nan=False) + "\n").encode(), to_disk=True)
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
-
-
-def _write(path: Path, text: str) -> None:
-    """Down to the disk: the folder gets its name only when all of it is there."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_bundle(folder: Path) -> Bundle:

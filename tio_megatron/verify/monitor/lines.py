@@ -6,6 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+from tio_megatron.files.whole import naming
+
 
 def append_line(path: Path, line: bytes) -> None:
     """Append ``line`` whole or not at all: a write that fails in the middle is taken back.
@@ -17,8 +19,9 @@ def append_line(path: Path, line: bytes) -> None:
     try:
         size = os.fstat(file).st_size
         try:
-            if os.write(file, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            with naming(path):
+                if os.write(file, line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             os.ftruncate(file, size)
             raise

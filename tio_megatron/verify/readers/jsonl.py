@@ -24,6 +24,8 @@ from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Sco
 BOM = b"\xef\xbb\xbf"
 """Some editors write it before UTF-8 text; it says nothing."""
 _MASKS = ("response_mask", "mask")
+PADDED = "responses"
+"""verl's tensor of responses, padded on the right; the lists ``response_ids`` of its agent loop are not padded."""
 
 
 def read_jsonl(path: Path, field: str | None) -> Iterator[Scored]:
@@ -91,6 +93,8 @@ def _scored(entry: dict[str, Any], field: str | None, where: str) -> Scored:
             if len(chosen) != len(tokens) or len(values) != len(tokens):
                 raise ValueError(f"{where}: {len(chosen)} entries in {mask!r}, {len(values)} in {name!r}, {len(tokens)} in {ids!r}")
             tokens, values = tokens[chosen], values[chosen]
+        elif ids == PADDED:
+            raise ValueError(f"{where}: {ids!r} is padded and no mask says which ids are tokens; one of {', '.join(_MASKS)} is needed beside it")
         elif len(values) != len(tokens):
             raise ValueError(f"{where}: {len(values)} entries in {name!r} for {len(tokens)} in {ids!r}")
     empty = np.isnan(values)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.contract.messages import cut, shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.safetensors_header import read_header
 
 TYPES: dict[str, str] = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "BF16": "<u2",
@@ -20,7 +20,6 @@ TYPES: dict[str, str] = {
 }  # fmt: skip
 """safetensors' names of types, as numpy stores them."""
 
-_LONGEST_HEADER = 100_000_000
 _MOST_AXES = 32
 
 
@@ -47,17 +46,12 @@ class SafeFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"{path}: no safetensors file, or cut off: a header of {length} bytes is announced in a file of {size}")
-            try:
-                header = read_json(file.read(length))
-                self.metadata: dict[str, str] = header.pop("__metadata__", {})
-                self.entries = {name: _entry(found, 8 + length, size) for name, found in header.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                raise ValueError(f"{path}: a damaged safetensors header ({cut(str(error))})") from None
+        header, start, size = read_header(path)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        try:
+            self.entries = {name: _entry(found, start, size) for name, found in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path}: a damaged safetensors header ({cut(str(error))})") from None
         self._map: np.memmap[Any, np.dtype[np.uint8]] | None = np.memmap(path, dtype=np.uint8, mode="r")
 
     def raw(self, name: str) -> npt.NDArray[Any]:

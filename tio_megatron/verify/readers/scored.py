@@ -36,7 +36,10 @@ class Scored:
         if wrong.any():
             at = int(np.argmax(wrong))
             count = f" ({int(wrong.sum())} such tokens in this sequence)" if wrong.sum() > 1 else ""
-            raise ValueError(f"{self.where}: the log-probability of token {n - m + at} is {self.logprobs[at]}{count}; no logarithm of a probability")
+            what = "no logarithm of a probability"
+            if self.logprobs[at] == -np.inf:
+                what = "the logarithm of 0: top-k, top-p or min-p left the token out; record log-probabilities before they filter"
+            raise ValueError(f"{self.where}: the log-probability of token {n - m + at} is {self.logprobs[at]}{count}; {what}")
 
     @property
     def first(self) -> int:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tio_megatron.checkpoint import require_no_code
+from tio_megatron.contract.messages import named
 from tio_megatron.models import Block, Parameter, Tensor, architectures
 from tio_megatron.models.blocks import HF_LAYER
 from tio_megatron.models.points import described
@@ -31,7 +32,7 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
     Only safetensors are read, and no code of the folder is run.
 
     Raises:
-        ValueError: another word for ``dtype``, or a folder that brings its own code.
+        ValueError: another word for ``dtype``, a folder that brings its own code, or tensors that are missing or have no place in the model.
         OSError: no checkpoint there.
     """
     from transformers import AutoModelForCausalLM
@@ -41,7 +42,14 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
     chosen = getattr(torch, dtype) if dtype else "auto"
     require_no_code(Path(folder))
     with _bar_on_a_terminal():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True, output_loading_info=True)
+    model, info = loaded
+    # transformers makes up what is missing and leaves out what has no place, and says so in a warning alone.
+    differ = {"missing": info["missing_keys"], "without a place in the model": info["unexpected_keys"]}
+    wrong = [f"{len(names)} {what} ({named(sorted(names))})" for what, names in differ.items() if names]
+    if wrong:
+        raise ValueError(f"{folder}: other tensors than the model of its config.json has: {', '.join(wrong)}; copy the checkpoint again, or convert it")
+    return model.eval()
 
 
 @contextmanager

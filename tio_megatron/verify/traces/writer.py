@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tio_megatron.files.whole import naming, write_whole
 from tio_megatron.verify.traces.digest import row_digests, tensor_digest
 
 FORMAT, VERSION = "tio-trace", 1
@@ -184,9 +185,7 @@ class TraceWriter:
             "weights": self.weights,
             "kept": sorted(self._kept),
         }
-        draft = self.folder / ".trace.json.draft"
-        draft.write_text(json.dumps(header))
-        draft.replace(self.folder / "trace.json")
+        write_whole(self.folder / "trace.json", json.dumps(header).encode())
         self.close()
 
     def close(self) -> None:
@@ -241,7 +240,7 @@ def write_header(path: Path, entries: dict[str, tuple[str, tuple[int, ...], int]
         at += size
     text = json.dumps(header).encode()
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
     return 8 + len(text)
@@ -253,7 +252,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
     draft = path.parent / f".{path.name}.draft"
     start = write_header(draft, {name: (names[str(arrays[name].dtype)], arrays[name].shape, arrays[name].nbytes) for name in order})
-    with draft.open("r+b") as file:
+    with naming(path), draft.open("r+b") as file:
         file.seek(start)
         for name in order:
             file.write(np.ascontiguousarray(arrays[name]).data)

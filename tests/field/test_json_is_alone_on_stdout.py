@@ -1,0 +1,56 @@
+"""With ``--json`` stdout holds one JSON object, whatever else prints while the command works; for every command of ``tio``."""
+
+import contextlib
+import json
+import os
+
+import pytest
+import typer
+
+from tio_megatron import cli
+from tio_megatron.commands import answer
+
+ARGUMENTS = {
+    "logdiff": ["a.jsonl", "b.jsonl"],
+    "record": ["model", "a.trace", "--tokens", "a.jsonl"],
+    "diagnose": ["a.trace", "b.trace"],
+    "doctor": [],
+    "plan": ["--model", "Qwen3-30B-A3B", "--trainer", "tp2", "--rollout", "tp1"],
+    "matrix": ["layouts.yaml"],
+    "rollouts show": ["store"],
+    "rollouts verify": ["store"],
+    "rollouts import": ["dump", "store"],
+    "rollouts sample": ["store", "--count", "1", "--seed", "1"],
+    "rollouts replay": ["store", "model"],
+}
+"""Of each command, such as end in an answer without a model or an engine; an error is an answer."""
+
+
+def commands(group, before=""):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def test_every_command_is_tried():
+    assert set(commands(typer.main.get_command(cli.app))) == set(ARGUMENTS)
+
+
+@contextlib.contextmanager
+def noisy():
+    print("printed")
+    os.write(1, b"written by a library\n")
+    yield
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_stdout_is_one_object(name, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(answer, "other_packages_quiet", noisy)
+    with pytest.raises(SystemExit) as left:
+        cli.app([*name.split(), *ARGUMENTS[name], "--json"], prog_name="tio")
+    out, err = capfd.readouterr()
+    assert json.loads(out)["status"] == left.value.code, out
+    assert "printed" in err and "written by a library" in err

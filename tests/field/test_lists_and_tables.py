@@ -1,0 +1,101 @@
+"""What ``tio logdiff`` says of lists that are shifted, filtered or padded; and tables whose words can be copied in 80 columns."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tio_megatron.commands.tables import show_rows
+from tio_megatron.files.whole import write_whole
+from tio_megatron.testing.qwen3 import MOE, write_tiny
+from tio_megatron.verify.logdiff import logdiff
+from tio_megatron.verify.readers import read_scored
+from tio_megatron.verify.readers.scored import Scored
+
+
+def sequences(values, where):
+    return [Scored(np.arange(len(one)), np.float32(one), where) for one in values]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+@pytest.mark.parametrize("by", [-2, -1, 1, 2])
+def test_a_list_that_is_shifted_is_said_to_be(by, noise):
+    made = np.random.default_rng(0)
+    a = [-made.gamma(1.0, 2.0, 40) for _ in range(3)]
+    b = [np.minimum(np.roll(one, by) + noise * made.standard_normal(40), 0) for one in a]
+    notes = " ".join(logdiff(sequences(a, "a"), sequences(b, "b")).notes)
+    way = f"{abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'} than A's in 3 of 3 sequences"
+    assert way in notes
+
+
+def test_lists_that_merely_differ_are_not_shifted():
+    made = np.random.default_rng(1)
+    a, b = ([-made.gamma(1.0, 2.0, 40) for _ in range(3)] for _ in range(2))
+    assert not logdiff(sequences(a, "a"), sequences(b, "b")).notes
+
+
+def test_minus_infinity_is_the_logarithm_of_0(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"tokens": [5, 6], "logprobs": [-1.0, -Infinity]}\n')
+    with pytest.raises(ValueError, match="is -inf; the logarithm of 0: top-k, top-p or min-p left the token out"):
+        list(read_scored(tmp_path / "x.jsonl"))
+
+
+def test_padding_without_a_mask_is_refused(tmp_path):
+    entry = {"responses": [4, 5, 0, 0], "rollout_log_probs": [-1.0, -2.0, 0.0, 0.0]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(entry))
+    with pytest.raises(ValueError, match="'responses' is padded and no mask says which ids are tokens"):
+        list(read_scored(tmp_path / "x.jsonl"))
+    (tmp_path / "x.jsonl").write_text(json.dumps(entry | {"response_mask": [1, 1, 0, 0]}))
+    assert len(next(iter(read_scored(tmp_path / "x.jsonl"))).tokens) == 2
+
+
+WORDS = ("--use-rotary-position-embeddings", "tensor-parallel-size", "0.123456789")
+ROW = ("bad", "options", f"trainer: {WORDS[0]} and {WORDS[1]} say {WORDS[2]}; " * 3, f"leave {WORDS[0]} out, or {WORDS[1]}")
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_word_of_a_table_is_cut(width):
+    out = io.StringIO()
+    show_rows(Console(file=out, width=width, force_terminal=True, color_system=None), ("", "topic", "found", "what works"), [ROW], styles=["red"])
+    words = re.split(r"[\s│┃]+", out.getvalue())
+    assert all(word.strip(";,") in {one.strip(";,") for one in words} for cell in ROW for word in cell.split())
+
+
+def test_a_row_is_a_line_in_a_file():
+    out = io.StringIO()
+    show_rows(Console(file=out, width=80), ("", "topic", "found", "what works"), [ROW, ROW])
+    assert len(out.getvalue().splitlines()) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    (tmp_path / f".report.json.draft-{__import__('os').getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: .*report.json"):
+        write_whole(tmp_path / "report.json", b"x" * 10)
+    assert not list(tmp_path.iterdir()), "nothing is left"
+
+
+@pytest.mark.parametrize("change", ["missing", "renamed", "more"])
+def test_a_checkpoint_with_other_tensors_is_not_recorded(change, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = write_tiny(tmp_path / "model", MOE, num_hidden_layers=1) or tmp_path / "model"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    if change != "more":
+        held = tensors.pop(name)
+    if change != "missing":
+        tensors["model.layers.0.self_attn.other.weight"] = held if change == "renamed" else tensors[name].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "t.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    command = [sys.executable, "-m", "tio_megatron", "record", str(folder), str(tmp_path / "t"), "--engine", "hf", "--tokens", str(tmp_path / "t.jsonl")]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    said = json.loads(done.stdout)["error"]
+    assert name in said if change != "more" else "self_attn.other.weight" in said
