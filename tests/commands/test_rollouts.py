@@ -53,7 +53,7 @@ def test_import_reads_everything_before_it_writes(tmp_path):
     good = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0], "score": 1, "step": 1}
     (tmp_path / "1.jsonl").write_text(json.dumps(good) + "\n")
     status, said = tio("import", tmp_path, tmp_path / "store", "--weights", "abc")
-    assert status == 0 and said.strip() == "1 batches, 1 rollouts imported; the store has 1 and 1"
+    assert status == 0 and said.strip() == "1 batch, 1 rollout imported; the store has 1 and 1"
     assert Store.open(tmp_path / "store").batch(0).about.weights == "abc"
     (tmp_path / "other.py").write_text("x = 1")
     status, said = tio("import", tmp_path, tmp_path / "store", "--tokenizer", tmp_path / "other.py")

@@ -43,7 +43,7 @@ def show(store: Annotated[Path, STORE], as_json: Annotated[bool, JSON] = False) 
         def text(console: Console) -> None:
             cells = [["" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
             show_rows(console, [*rows[0]] if rows else (), cells)
-            console.print(f"{counted(len(rows), 'batch', 'batches')}, {len(opened)} rollouts, head {opened.head[:16]}", highlight=False)
+            console.print(f"{counted(len(rows), 'batch', 'batches')}, {counted(len(opened), 'rollout', 'rollouts')}, head {opened.head[:16]}", highlight=False)
 
         return 0, answer, text
 
@@ -62,7 +62,7 @@ def verify(
         from tio_megatron.rollouts import Store
 
         audit = Store.open(store).verify(head)
-        line = f"{counted(audit.batches, 'batch', 'batches')}, {audit.sequences} rollouts, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
+        line = f"{counted(audit.batches, 'batch', 'batches')}, {counted(audit.sequences, 'rollout', 'rollouts')}, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
         return 0, vars(audit), lambda console: console.print(line, highlight=False)
 
     tell("rollouts verify", as_json, work)
@@ -101,7 +101,7 @@ def import_(
         for batch in batches:
             opened.append(batch)
         count = sum(map(len, batches))
-        line = f"{counted(len(batches), 'batch', 'batches')}, {count} rollouts imported; the store has {opened.batches} and {len(opened)}"
+        line = f"{counted(len(batches), 'batch', 'batches')}, {counted(count, 'rollout', 'rollouts')} imported; the store has {opened.batches} and {len(opened)}"
         return 0, {"batches": len(batches), "rollouts": count}, lambda console: console.print(line, highlight=False)
 
     tell("rollouts import", as_json, work)
