@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CODE = """
@@ -47,6 +49,7 @@ print("on one device" if len(sent) > 20 else len(sent))
 """
 
 
+@pytest.mark.full
 def test_nothing_in_a_collective_assumes_the_cpu() -> None:
     for rank in (0, 3):
         done = subprocess.run([sys.executable, "-c", CODE.replace("RANK", str(rank))], cwd=ROOT, capture_output=True, text=True, timeout=300)

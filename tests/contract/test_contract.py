@@ -173,9 +173,7 @@ def test_check_lists_every_problem_at_once():
 
 def test_check_names_leaves_that_do_not_divide():
     odd = dataclasses.replace(DENSE, ffn=3076)
-    with pytest.raises(
-        ValueError, match=re.escape("mlp.down: 3076 terms do not divide into cuts.mlp_row = 8 equal leaves; cuts.mlp_row in [2, 4] would work")
-    ):
+    with pytest.raises(ValueError, match=re.escape("mlp.down: 3076 terms do not divide into cuts.mlp_row = 8 equal leaves; cuts.mlp_row in [2, 4] would work")):
         Contract().check(Layout(tp=2), odd)
     with pytest.raises(ValueError, match="ep 2 on a dense model"):
         Contract().check(Layout(ep=2), DENSE)

@@ -154,7 +154,7 @@ def test_a_signal_while_vllm_starts_ends_everything(place, how, said):
     running = place.processes()
     assert len(running) >= 4, "the starter, two ranks, an engine"
     process.send_signal(how)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (128 + how, f"qwen3_moe: {said}\n")
     assert not place.processes()
     assert not [path for number in running for path in Path("/dev/shm").glob(f"tio-job-{number}-*")]
@@ -174,7 +174,7 @@ def test_of_two_jobs_with_one_folder_the_second_is_refused(place):
         assert "--out out: another job is writing there" in refused(place.run("bash", JOB, *second, "--out", "out"))
     assert first.poll() is None and [path.name for path in out.iterdir()] == ["report.json"] and (out / "report.json").read_text() == "of an earlier run"
     first.kill()  # nobody can tidy up after this one
-    first.communicate(timeout=60)
+    first.communicate(timeout=300)
     while place.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     with folders.claimed(out):
@@ -189,7 +189,7 @@ def test_ctrl_c_before_the_ranks_are_up(place):
         time.sleep(0.05)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "qwen3_moe: interrupted\n")
     assert not place.processes() and not (place.folder / "out").exists()
 

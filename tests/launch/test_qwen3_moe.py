@@ -160,7 +160,7 @@ def test_stopping_the_shell_script_stops_the_ranks(checkout: Checkout, how: sign
     while len(list(checkout.seen.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(how)
-    said = process.communicate(timeout=60)[1]  # ends only when the ranks have closed their end of the pipe
+    said = process.communicate(timeout=300)[1]  # ends only when the ranks have closed their end of the pipe
     assert process.returncode == 128 + how, said
     assert "SignalException" not in said
 

@@ -94,7 +94,7 @@ def on_ranks(context, slices, work=padded):
         own = {"context": groups[rank % slices], "tensor": tensors[rank // slices], "block": dist.group.WORLD}
         return work(48, Sequences(None, rank // slices, context), slices, **own)
 
-    results = run_ranks(context * slices, main, timeout=60)
+    results = run_ranks(context * slices, main, timeout=300)
     for values, _ in results:
         assert_same_bytes(values, results[0][0], "all ranks know the whole sample")
     return results[0][0], flat({place: row for _, rows in results for place, row in rows.items()})

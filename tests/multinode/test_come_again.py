@@ -36,7 +36,7 @@ def test_a_launcher_is_killed_and_comes_again(tmp_path, first_rank_lost):
         wait(lambda: len(metrics(out)) == 3, processes)
         assert (0 in launched.ranks_on(numbered[1])) == first_rank_lost
         os.kill(launched.launcher_on(numbered[1]), signal.SIGKILL)
-        processes[1].communicate(timeout=60)
+        processes[1].communicate(timeout=300)
         processes[1] = start(1)
         ended = [process.communicate(timeout=400) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], ended
@@ -57,7 +57,7 @@ def test_a_launcher_that_is_killed_and_does_not_come_again_is_named(tmp_path, ho
         processes = launched.start(made, tmp_path, words, NPROC_PER_NODE="1", MAX_RESTARTS="1", TIO_RENDEZVOUS_SECONDS="25", TIO_COLLECTIVE_SECONDS="10")
         assert processes[0].stdout.readline().startswith(f"{hosts} ranks on {hosts} hosts: every collective has come back once")
         os.kill(launched.launcher_on(made[killed]), signal.SIGKILL)
-        processes[killed].communicate(timeout=60)
+        processes[killed].communicate(timeout=300)
         ended = [process.communicate(timeout=120)[1].splitlines()[-1] for number, process in enumerate(processes) if number != killed]
     for last in ended:
         assert last.startswith("qwen3_moe: error: torchrun cannot start the ranks again: "), ended

@@ -101,10 +101,10 @@ def told(
         harm(made, places)
         found = {}
         for host in survivors:
-            line = listeners[host].heard("qwen3_moe: rank ", 90)
-            found[host] = Told(line, listeners[host].process.wait(60), listeners[host].errors())
+            line = listeners[host].heard("qwen3_moe: rank ", 300)
+            found[host] = Told(line, listeners[host].process.wait(300), listeners[host].errors())
         for number in set(range(hosts)) - survivors if all_end else ():
-            listeners[number].process.wait(60)  # a stopped rank's torchrun finds the first host gone, and ends it
+            listeners[number].process.wait(300)  # a stopped rank's torchrun finds the first host gone, and ends it
         left = [process for number, host in enumerate(made) for process in host.processes() if all_end or number in survivors]
         assert not left, "no process outlives the job"
         assert not all_end or not list(scratch.glob("tio-*")), "nothing that the job has written is left behind"

@@ -78,7 +78,7 @@ def test_stopped_at_any_moment_it_is_completed_by_the_next_run(make, checkout: P
         process = subprocess.Popen(command, cwd=checkout, env=environment(checkout / "wheels"), stderr=subprocess.DEVNULL, start_new_session=True)
         time.sleep(moment)
         os.killpg(process.pid, how)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert make("setup").returncode == 0
     assert make("setup").stderr == ""
     assert sorted(path.name for path in (checkout / "wheels").iterdir() if path.name.startswith(".new")) == []
@@ -111,7 +111,7 @@ def test_a_wait_for_another_make_is_said(checkout: Path, make, held: str) -> Non
         assert line.startswith("make: waiting for another make") and process.poll() is None, line
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         os.close(lock)
 
 

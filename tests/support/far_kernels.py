@@ -36,7 +36,7 @@ class Far:
         """Wait for the program's end."""
         assert self._program.stdin is not None
         self._program.stdin.close()
-        assert self._program.wait(timeout=60) == 0
+        assert self._program.wait(timeout=300) == 0
 
     def run(self, name: str, types: list[Any], values: tuple[Any, ...]) -> int:
         """One call: send its memory and arguments, take the memory back."""

@@ -59,7 +59,7 @@ class World:
             self.processes.append(process)
             self.pipes.append(receiver)
 
-    def ended(self, timeout: float = 60.0) -> dict[int, Ended]:
+    def ended(self, timeout: float = 300.0) -> dict[int, Ended]:
         """How every rank but the victim ended; nobody is left then.
 
         Raises:
@@ -73,7 +73,7 @@ class World:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"rank {rank} still waits after {timeout:g} s")
                 found[rank] = pipe.recv()
-                self.processes[rank].join(10)
+                self.processes[rank].join(60)
                 assert self.processes[rank].exitcode is not None, f"rank {rank} has its error and cannot leave"
             return found
         finally:

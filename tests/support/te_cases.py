@@ -196,9 +196,9 @@ def gradients(_: int) -> None:
     from tio_megatron.testing import assert_same_bytes, run_ranks
 
     work = inside(trained)
-    expected = run_ranks(1, work, 1, False, timeout=100)[0]
+    expected = run_ranks(1, work, 1, False, timeout=300)[0]
     for tp, te in ((1, True), (2, True)):
-        for found in run_ranks(tp, work, tp, te, timeout=100):
+        for found in run_ranks(tp, work, tp, te, timeout=300):
             assert_same_bytes(found, expected, f"norms after a step, TP {tp}")
 
 
@@ -286,11 +286,11 @@ def main() -> None:
     from tio_megatron.testing import run_ranks
 
     for experts, grouped in ((0, False), (8, False), (8, True)):
-        run_ranks(1, inside(checkpoints), 1, experts, grouped, timeout=100)
+        run_ranks(1, inside(checkpoints), 1, experts, grouped, timeout=300)
         print(f"done checkpoints {experts} {grouped}")
     gradients(1)
     print("done gradients")
-    run_ranks(1, inside(refused), 1, timeout=100)
+    run_ranks(1, inside(refused), 1, timeout=300)
     print("done refused")
 
 

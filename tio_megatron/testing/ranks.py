@@ -32,7 +32,7 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, start: str = "fork") -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, start: str = "fork") -> list[Any]:
     """``fn(rank, *args)`` in ``n`` processes joined by gloo; returns what each returned, by rank.
 
     The default process group is ready when ``fn`` starts, also for ``n`` = 1. The first failure ends all other ranks.

@@ -208,9 +208,9 @@ def main():
     from tio_megatron.testing import run_ranks
 
     for ordered in (True, False):
-        run_ranks(1, steps, ordered, timeout=100)
-        run_ranks(1, whole_model, ordered, timeout=100)
-        run_ranks(1, norms, ordered, timeout=100)
+        run_ranks(1, steps, ordered, timeout=300)
+        run_ranks(1, whole_model, ordered, timeout=300)
+        run_ranks(1, norms, ordered, timeout=300)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def misdescribed(rank, root):
 
 
 def test_a_configuration_of_another_model_is_not_written(tmp_path):
-    ((found, exists),) = run_ranks(1, misdescribed, tmp_path / "root", timeout=100)
+    ((found, exists),) = run_ranks(1, misdescribed, tmp_path / "root", timeout=300)
     assert "config does not describe the model (config / model)" in found[0] and not exists
     assert "top_k: 1 / 2" in found[0] and "rms_eps: 1e-05 / 1e-06" in found[0]
     assert "vocab: 100 / 128" in found[1]  # without its true size, apply() counts padding

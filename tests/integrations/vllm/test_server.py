@@ -92,7 +92,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(timeout=30)
+                self.process.wait(timeout=300)
             except subprocess.TimeoutExpired:
                 pass
         try:

@@ -77,6 +77,7 @@ def test_a_worker_without_the_plug_in_ends_the_start_and_is_named(folder, tmp_pa
     assert finding.what.startswith("vllm 0.32") and "no answer from rank 1 of 2" in finding.what
 
 
+@pytest.mark.full
 def test_a_real_worker_leaves_its_answer(folder, tmp_path):
     status, found, said = start(folder, 1, "environment", VLLM_ENABLE_V1_MULTIPROCESSING="0", TIO_CONTRACT="1", TIO_HANDSHAKE=str(tmp_path))
     assert status == 0 and len(found) == 1, said[-3000:]
