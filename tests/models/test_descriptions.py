@@ -75,6 +75,19 @@ def test_sizes_without_an_architecture_have_no_tensors():
         list(models.points(1, [False], architecture="LlamaForCausalLM"))
 
 
+def test_vllms_layers_have_their_axis():
+    assert models.row_axis("model.layers.3.self_attn.o_proj") == "attn_row" and models.row_axis("model.layers.3.mlp.down_proj") == "mlp_row"
+    assert models.row_axis("model.layers.3.mlp.xdown_proj") is None and models.row_axis("model.layers.3.self_attn.qkv_proj") is None
+
+
+def test_published_models_are_found_by_name():
+    shape, facts = models.published_model("Qwen/Qwen3-30B-A3B")
+    assert (shape.experts, shape.architecture, facts["positions"]) == (128, "Qwen3MoeForCausalLM", 40960) and models.published_model("Qwen3-30B-A3B")[
+        0
+    ] == shape
+    assert models.published_model("Other/Qwen3-30B-A3B") is None and models.published_model("Qwen3") is None
+
+
 def test_a_dense_architecture_is_one_description(plain):
     table = models.tensor_table(plain)
     assert len(table) == models.tensor_count(plain) == 2 * 9 + 3 and not any("q_norm" in name for name in table)
