@@ -62,7 +62,8 @@ def verify(
         from tio_megatron.rollouts import Store
 
         audit = Store.open(store).verify(head)
-        line = f"{counted(audit.batches, 'batch', 'batches')}, {counted(audit.sequences, 'rollout', 'rollouts')}, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
+        held = f"{counted(audit.batches, 'batch', 'batches')}, {counted(audit.sequences, 'rollout', 'rollouts')}"
+        line = f"{held}, {audit.sampled} sampled tokens: whole; head {audit.head[:16]}"
         return 0, vars(audit), lambda console: console.print(line, highlight=False)
 
     tell("rollouts verify", as_json, work)
@@ -101,7 +102,8 @@ def import_(
         for batch in batches:
             opened.append(batch)
         count = sum(map(len, batches))
-        line = f"{counted(len(batches), 'batch', 'batches')}, {counted(count, 'rollout', 'rollouts')} imported; the store has {opened.batches} and {len(opened)}"
+        taken = f"{counted(len(batches), 'batch', 'batches')}, {counted(count, 'rollout', 'rollouts')}"
+        line = f"{taken} imported; the store has {opened.batches} and {len(opened)}"
         return 0, {"batches": len(batches), "rollouts": count}, lambda console: console.print(line, highlight=False)
 
     tell("rollouts import", as_json, work)
