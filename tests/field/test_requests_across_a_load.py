@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.vllm import checkpoints
 from tests.integrations.vllm.engines import Engine, Scored, prompts, scored
 
 pytest.importorskip("vllm")
@@ -27,19 +26,6 @@ BEGUN, LATER = prompts((150, 70), seed=50)
 SEEDS = itertools.count(60)
 ASKED = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True, detokenize=False)
 REFUSED = "weights are not whole: a load changed them while the request was running"
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("load")
-    return checkpoints.make(root / "a", 0), checkpoints.make(root / "b", 1)
-
-
-@pytest.fixture(scope="module")
-def engine(folders: tuple[Path, Path]) -> Iterator[Engine]:
-    with Engine.start(folders[0], max_num_batched_tokens=96, enable_prefix_caching=True) as engine:
-        engine.second = folders[1]
-        yield engine
 
 
 def sources(engine: Engine, answer: Scored) -> list[str]:

@@ -11,7 +11,7 @@ from tio_megatron.integrations.patching import Patch
 
 def all_patches() -> tuple[Patch, ...]:
     """In the order of installation."""
-    from tio_megatron.integrations.vllm import platforms, refusing, sampler, workers
+    from tio_megatron.integrations.vllm import ending, platforms, refusing, sampler, workers
 
     table: list[tuple[str, Callable[[Any], Any], str]] = [
         (
@@ -30,9 +30,10 @@ def all_patches() -> tuple[Patch, ...]:
         ("vllm.v1.engine.core:EngineCore.collective_rpc", refusing.watch_weights, "the prefix cache and the requests are the core's, where no worker reaches"),
         ("vllm.v1.engine.core:EngineCore.step", refusing.refuse_requests, "requests while weights are half loaded; in the model they would end the engine"),
     ]
-    table.append(
-        ("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model", workers.load_together, "every worker passes here once, its groups made")
-    )
+    table += [
+        ("vllm.v1.executor.multiproc_executor:MultiprocExecutor.shutdown", ending.remember_killed, "afterwards the workers that vLLM ended look the same"),
+        ("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model", workers.load_together, "every worker passes here once, its groups made"),
+    ]
     if platforms.is_ascend():
         # Its model runner has a method of its own there, and generators that can be rewound.
         table = [row for row in table if row[1] is not sampler.rewind_generators]

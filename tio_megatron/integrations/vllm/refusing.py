@@ -18,9 +18,10 @@ from typing import Any
 from vllm import exceptions
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import run_method
+
+from tio_megatron.integrations.vllm.ending import naming_the_killed
 
 _MARK = "tio_megatron: weights are not whole: "
 
@@ -71,7 +72,8 @@ def watch_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
     # vLLM reads the signature when the call comes from another process.
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        answers = stock(self, functools.partial(answered, method), timeout, tuple(args), kwargs)
+        with naming_the_killed(self.model_executor):
+            answers = stock(self, functools.partial(answered, method), timeout, tuple(args), kwargs)
         self.tio_stopped = next((why for _, why, _ in answers if why), None)
         loads = max(count for _, _, count in answers)
         if loads != getattr(self, "tio_loads", 0):
@@ -97,7 +99,7 @@ def refuse_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def step(self: Any) -> Any:
-        if isinstance(self.model_executor, UniProcExecutor):
+        if hasattr(self.model_executor, "driver_worker"):
             # Whoever has the worker in this process may have loaded weights without a call that passes by the core.
             self.collective_rpc(look)
         scheduler = self.scheduler
@@ -110,7 +112,8 @@ def refuse_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
         for request in scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR):
             refused[request.client_index].append(request.request_id)
         if not refused:
-            return stock(self)
+            with naming_the_killed(self.model_executor):
+                return stock(self)
 
         def answers(requests: list[str]) -> EngineCoreOutputs:
             outputs = [EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason=_MARK + why) for name in requests]
