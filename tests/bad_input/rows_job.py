@@ -113,7 +113,7 @@ def check(*words: str, **variables: str) -> Callable[[Path], Callable[[], object
 
 HOSTS = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ROWS = [
-    Row(PART, "--trainers tp3", "8 query heads do not divide by tp 3; tp in [1, 2, 4, 8] would work", options("--trainers", "tp3")),
+    Row(PART, "--trainers tp3", "no cuts serve TP 3 SP: leaves are powers of two, so tp and etp must be powers of two", options("--trainers", "tp3")),
     Row(PART, "--trainers ep32", "16 experts do not divide by ep 32", options("--trainers", "ep32")),
     Row(PART, "--rollouts pp2", "'pp2' is neither tpN nor ep", options("--rollouts", "pp2")),
     Row(PART, "--tp many", "--tp: invalid int value: 'many'", options("--tp", "many")),

@@ -98,7 +98,7 @@ def test_options_that_cannot_work_start_no_torchrun(checkout: Checkout) -> None:
         assert done.returncode == 2 and not seen and said in done.stderr
 
 
-@pytest.mark.parametrize("option, said", [("--tp", "8 query heads do not divide by tp 3"), ("--ep", "16 experts do not"), ("--pp", "do not divide by pp 3")])
+@pytest.mark.parametrize("option, said", [("--tp", "no cuts serve TP 3"), ("--ep", "16 experts do not"), ("--pp", "do not divide by pp 3")])
 def test_a_layout_that_does_not_fit_is_one_line_and_starts_no_rank(checkout: Checkout, option: str, said: str) -> None:
     done, seen = checkout.run("bash", checkout.script, option, "3", PYTHON=sys.executable)
     assert done.returncode == 2 and not seen and done.stdout == ""

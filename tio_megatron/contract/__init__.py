@@ -2,8 +2,9 @@
 
 from tio_megatron.contract.families import FAMILIES, Family
 from tio_megatron.contract.layout import Layout
+from tio_megatron.contract.misfits import LayoutProblem
 from tio_megatron.contract.model import ModelShape
-from tio_megatron.contract.spec import Contract, Cuts, LayoutProblem
+from tio_megatron.contract.spec import Contract, Cuts
 from tio_megatron.contract.tree import Node, ReductionTree
 from tio_megatron.contract.vocab import VocabOrder
 

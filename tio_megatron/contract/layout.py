@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tio_megatron.contract.messages import shown
+from tio_megatron.contract.tree import is_power_of_two
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Layout:
     def expert_tp(self) -> int:
         """The expert-tensor-parallel size in force: ``etp`` or, when it is not given, ``tp``."""
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def on_leaves(self) -> bool:
+        """Whether any number of leaves, a power of two, divides by ``tp`` and by ``expert_tp``."""
+        return is_power_of_two(self.tp) and is_power_of_two(self.expert_tp)
 
     @classmethod
     def for_vllm(cls, tp: int = 1, expert_parallel: bool = False, dp: int = 1) -> Layout:

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.contract import family_sizes
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
 from tio_megatron.contract.messages import named, shown
+from tio_megatron.contract.misfits import LayoutProblem, Side, powers_that_divide
 from tio_megatron.contract.model import ModelShape
 from tio_megatron.contract.strict_json import read_json
-from tio_megatron.contract.tree import is_power_of_two, next_power_of_two
+from tio_megatron.contract.tree import is_power_of_two
 from tio_megatron.contract.vocab import VocabOrder
 
 VERSION = 2
@@ -55,18 +55,6 @@ class Cuts:
 
 
 _CUTS_BY_FAMILY = Cuts()
-
-
-@dataclass(frozen=True)
-class LayoutProblem:
-    """One product whose cut does not fall on leaves."""
-
-    where: str
-    what: str
-    works: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}; {self.works}"
 
 
 @dataclass(frozen=True)
@@ -130,12 +118,15 @@ class Contract:
         """The smallest cuts that serve every given layout (usually trainer and rollout).
 
         Raises:
-            ValueError: no layout is given.
+            ValueError: no layout is given, or no cuts serve one of them.
         """
         if not layouts:
             raise ValueError("contract: for_layouts needs at least one layout")
-        tp = next_power_of_two(max(layout.tp for layout in layouts))
-        etp = next_power_of_two(max(layout.expert_tp for layout in layouts))
+        for layout in layouts:
+            if not layout.on_leaves:
+                raise ValueError(f"contract: no cuts serve {layout}: leaves are powers of two, so tp and etp must be powers of two")
+        tp = max(layout.tp for layout in layouts)
+        etp = max(layout.expert_tp for layout in layouts)
         cuts = Cuts(attn_row=tp, mlp_row=tp, expert_row=etp, col_dgrad=tp, expert_col_dgrad=etp, vocab=tp)
         return cls(cuts=cuts, **fields)
 
@@ -147,31 +138,20 @@ class Contract:
         """Leaves held by each of ``parts`` equal shards of an axis of ``length`` terms; ``axis`` is a field of :class:`Cuts`.
 
         Raises:
-            ValueError: the axis does not divide into leaves, or the cut does not fall on them; says what would work.
+            ValueError: the axis does not divide into leaves, or the cut does not fall on them; says what would work for this product alone.
         """
-        problem = self._problem(axis, length, parts, where)
-        if problem:
-            raise ValueError(str(problem))
-        return self._leaves(axis) // parts
-
-    def _leaves(self, axis: str) -> int:
         leaves = dataclasses.asdict(self.cuts).get(axis)
         if leaves is None:
             raise ValueError(f"contract: no cuts on an axis {axis!r}; known are {[f.name for f in dataclasses.fields(Cuts)]}")
-        return int(leaves)
-
-    def _problem(self, axis: str, length: int, parts: int, where: str) -> LayoutProblem | None:
-        leaves = self._leaves(axis)
         if length % leaves:
-            most = _powers_that_divide(length)[-1]
-            fits = [c for c in _powers_that_divide(length) if parts > 0 and c % parts == 0]
-            works = f"cuts.{axis} in {fits} would work" if fits else f"cuts.{axis} = {most} with {_powers_that_divide(most)} parts would work"
-            return LayoutProblem(where, f"{length} terms do not divide into cuts.{axis} = {leaves} equal leaves", works)
+            powers = powers_that_divide(length)
+            fits = [c for c in powers if parts > 0 and c % parts == 0]
+            works = f"cuts.{axis} in {fits} would work" if fits else f"cuts.{axis} = {powers[-1]} with {powers_that_divide(powers[-1])} parts would work"
+            raise ValueError(f"{where}: {length} terms do not divide into cuts.{axis} = {leaves} equal leaves; {works}")
         if parts < 1 or leaves % parts:
-            fits = _powers_that_divide(leaves)
             more = f", or cuts.{axis} = {parts}" if is_power_of_two(parts) and length % parts == 0 else ""
-            return LayoutProblem(where, f"cut into {parts} parts, but cuts.{axis} = {leaves} leaves", f"sizes {fits} would work{more}")
-        return None
+            raise ValueError(f"{where}: cut into {parts} parts, but cuts.{axis} = {leaves} leaves; sizes {powers_that_divide(leaves)} would work{more}")
+        return int(leaves) // parts
 
     def problems(self, layout: Layout, model: ModelShape, *, serving: bool = False) -> Iterator[LayoutProblem]:
         """Every product of ``model`` whose cut by ``layout`` does not fall on leaves, every part that does not divide, and every size that the
@@ -180,35 +160,13 @@ class Contract:
         Args:
             layout: of the side that is built.
             model: sizes.
-            serving: that side reads its keys from pages.
+            serving: that side is vLLM, which reads its keys from pages and cuts experts by ``tp``.
         """
-        m, tp, etp, ep = model, layout.tp, layout.expert_tp, layout.ep
-        if m.heads % tp:
-            yield LayoutProblem("attention", f"{m.heads} query heads do not divide by tp {tp}", f"tp in {_divisors(m.heads)} would work")
-        elif m.kv_heads % tp and tp % m.kv_heads:
-            what = f"{m.kv_heads} key/value heads and tp {tp}: neither divides the other"
-            yield LayoutProblem("attention", what, f"tp in {_divisors(m.kv_heads)} would work")
-        qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
-        axes = [("attn_row", m.heads * m.head_dim, tp, "attention.output"), ("col_dgrad", qkv, tp, "attention.qkv (input gradient)")]
-        if m.experts:
-            axes += [("expert_row", m.moe_ffn, etp, "experts.down"), ("expert_col_dgrad", m.moe_ffn, etp, "experts.gate_up (input gradient)")]
-            if m.experts % ep:
-                yield LayoutProblem("experts", f"{m.experts} experts do not divide by ep {ep}", f"ep in {_divisors(m.experts)} would work")
-        else:
-            axes += [("mlp_row", m.ffn, tp, "mlp.down"), ("col_dgrad", m.ffn, tp, "mlp.gate_up (input gradient)")]
-            if ep > 1:
-                yield LayoutProblem("experts", f"ep {ep} on a dense model", "ep 1 would work")
-        for axis, length, parts, where in axes:
-            problem = self._problem(axis, length, parts, where)
-            if problem:
-                yield problem
-        if self.cuts.vocab % tp:
-            works = f"tp in {_powers_that_divide(self.cuts.vocab)} would work"
-            yield LayoutProblem("vocabulary", f"cut into {tp} parts, but cuts.vocab = {self.cuts.vocab} runs", works)
-        if m.layers % layout.pp:
-            yield LayoutProblem("pipeline", f"{m.layers} layers do not divide by pp {layout.pp}", f"pp in {_divisors(m.layers)} would work")
-        for where, what, works in family_sizes.problems(self.family, layout, m, serving=serving):
-            yield LayoutProblem(where, f"family {self.family}: {what}", works)
+        return self.side(model, serving=serving).problems(layout)
+
+    def side(self, model: ModelShape, *, serving: bool = False) -> Side:
+        """``model`` under this contract, to be asked which layouts and sizes fit; arguments as :meth:`problems`."""
+        return Side(dataclasses.asdict(self.cuts), self.family, model, serving)
 
     def check(self, layout: Layout, model: ModelShape) -> None:
         """Refuse a layout whose cuts do not fall on leaves.
@@ -267,11 +225,3 @@ class Contract:
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     cuts = {f"cuts.{name}": count for name, count in fields["cuts"].items()}
     return {**{name: value for name, value in fields.items() if name != "cuts"}, **cuts}
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, 65) if n % d == 0]
-
-
-def _powers_that_divide(n: int) -> list[int]:
-    return [c for c in (1, 2, 4, 8, 16, 32, 64) if n % c == 0]

@@ -201,13 +201,12 @@ class MicroBatch:
         key = ("owners", length, batch, slices)
         if key not in self._known:
             parts = [chunk for r in range(size(self.context)) for chunk in self._labels_of(r, length, batch).chunk(slices)]
-            sizes = [len(chunk) for chunk in parts]
-            copies = (self.replica * len(parts) + torch.arange(len(parts))) // self.experts_over
-            copies = copies.repeat_interleave(torch.tensor(sizes))
+            first = self.replica * len(parts)
+            copies = torch.cat([torch.full_like(chunk, (first + number) // self.experts_over) for number, chunk in enumerate(parts)])
             grains, of = grain_of(torch.cat(parts), self.grain).unique(return_inverse=True)
             lowest, highest = (copies.new_zeros(len(grains)).scatter_reduce(0, of, copies, how, include_self=False) for how in ("amin", "amax"))
             turns = lowest + torch.arange(len(grains)) % (highest - lowest + 1)
-            self._known[key] = turns[of].split(sizes)
+            self._known[key] = turns[of].split([len(chunk) for chunk in parts])
         found = self._known[key]
         assert isinstance(found, tuple)
         owners = found[rank(self.context) * slices + part]

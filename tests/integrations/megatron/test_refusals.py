@@ -135,7 +135,7 @@ def test_all_options_are_listed_at_once():
 
 
 def test_a_cut_that_misses_the_leaves_is_refused_with_what_works():
-    with pytest.raises(ValueError, match=r"mlp.down: cut into 4 parts, but cuts.mlp_row = 2 leaves; sizes \[1, 2\] would work, or cuts.mlp_row = 4"):
+    with pytest.raises(ValueError, match=r"mlp.down: cut into 4 parts, but cuts.mlp_row = 2 leaves; tp in \[1, 2\] would work, or cuts.mlp_row = 4"):
         refusals.check(config(tensor_model_parallel_size=4), MODEL, Contract(cuts=Cuts(mlp_row=2)), 700)
     with pytest.raises(ValueError, match=r"200 terms do not divide into cuts.mlp_row = 16"):
         refusals.check(config(ffn_hidden_size=200), MODEL, Contract(cuts=Cuts(mlp_row=16)), 700)

@@ -133,7 +133,7 @@ def test_a_worker_without_the_plug_in_is_told_from_other_errors() -> None:
 def test_a_layout_that_misses_the_leaves_says_what_would_work(config: Any) -> None:
     changed = copy.deepcopy(config)
     changed.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ValueError, match=r"experts.down: cut into 2 parts, but cuts.expert_row = 1 leaves; sizes \[1\] would work"):
+    with pytest.raises(ValueError, match=r"experts.down: cut into 2 parts, but cuts.expert_row = 1 leaves; tp 1 would work"):
         refusals.check(changed, Contract(cuts=Cuts(expert_row=1)))
     # Whole experts on each rank need no leaves.
     changed.parallel_config.enable_expert_parallel = True
@@ -161,7 +161,7 @@ def test_cuts_that_do_not_fit_are_one_error_before_any_process_starts(moe: tuple
     assert type(raised.value) is ValueError
     assert str(raised.value).splitlines() == [
         "tio_megatron does not cover:",
-        "  experts.down: cut into 2 parts, but cuts.expert_row = 1 leaves; sizes [1] would work, or cuts.expert_row = 2",
+        "  experts.down: cut into 2 parts, but cuts.expert_row = 1 leaves; tp 1 would work, or cuts.expert_row = 2",
     ]
 
 

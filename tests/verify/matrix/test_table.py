@@ -38,7 +38,7 @@ def test_random_tokens_are_the_same_each_time(folder):
         ("model: model\ntrainers: [hf]\nrollouts: [hf]\nseed: 1\n", "unknown seed"),
         ("model: model\ntrainers: hf\nrollouts: [hf]\n", "trainers must be a list of words"),
         ("model: model\ntrainers: [sglang tp1]\nrollouts: [hf]\n", "'sglang' is none of megatron, vllm, hf"),
-        ("model: model\ntrainers: [megatron tp3]\nrollouts: [hf]\n", "does not fit the contract"),
+        ("model: model\ntrainers: [megatron tp3]\nrollouts: [hf]\n", "no cuts serve TP 3"),
         ("model: model\ntrainers: [stock megatron pp2]\nrollouts: [hf]\n", "scored without pipeline stages"),
         ("model: model\ntrainers: [megatron]\nrollouts: [hf float16]\n", "'float16' is none of bfloat16, float32"),
         ("model: model\ntrainers: [megatron]\nrollouts: [vllm tp2+ep4]\n", "ep is tp"),

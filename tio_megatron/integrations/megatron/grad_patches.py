@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from tio_megatron.contract.misfits import offered, powers_that_divide
 from tio_megatron.integrations.megatron import micro_batches
 from tio_megatron.integrations.megatron.grad_sums import BufferPart, BufferSums, Groups, Works, add_parts, reduce_bucket, settle, sums_of
 from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
@@ -81,7 +82,7 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
         if ours and config.num_query_groups is not None and config.num_query_groups < config.tensor_model_parallel_size:
             raise ValueError(
                 f"DistributedDataParallel: tp {config.tensor_model_parallel_size} is above the {config.num_query_groups} key/value groups: gradients of a "
-                f"shared group would be rounded on each of its ranks; tp up to {config.num_query_groups} would work"
+                f"shared group would be rounded on each of its ranks; {offered('tp', powers_that_divide(config.num_query_groups))}"
             )
         if ours:
             check_ddp(ddp_config, [parameter.dtype for parameter in module.parameters() if parameter.requires_grad])

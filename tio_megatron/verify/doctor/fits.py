@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, Layout, LayoutProblem, ModelShape
+from tio_megatron.contract.misfits import offered
 from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "contract"
@@ -36,7 +37,7 @@ def fit(
         most: pairs to name when this one does not work.
         family: of the smallest contract; a contract has its own.
     """
-    chosen = contract or Contract.for_layouts(trainer, rollout, family=family)
+    chosen = contract or _smallest(family, trainer, rollout)
     findings = [Finding("bad", TOPIC, f"trainer {trainer}: {p.where}: {p.what}", p.works) for p in _trainer(chosen, model, trainer, training)]
     findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model, serving=True)]
     if findings:
@@ -44,15 +45,26 @@ def fit(
     return Fit(chosen, (Finding("ok", TOPIC, f"trainer {trainer} and rollout {rollout}: every cut falls on leaves"),))
 
 
+def _smallest(family: str, *layouts: Layout) -> Contract:
+    """The smallest contract for those of ``layouts`` that leaves can serve; the others are the problems of any contract."""
+    return Contract.for_layouts(*([layout for layout in layouts if layout.on_leaves] or [Layout()]), family=family)
+
+
 def _trainer(contract: Contract, model: ModelShape, layout: Layout, training: bool) -> Iterator[LayoutProblem]:
     yield from contract.problems(layout, model)
+    yield from _megatron(contract, model, layout, training)
+
+
+def _megatron(contract: Contract, model: ModelShape, layout: Layout, training: bool) -> Iterator[LayoutProblem]:
+    """What the trainer's engine asks of a layout beside the contract."""
     stage = layout.tp * layout.cp * layout.dp
     if stage % (layout.ep * layout.expert_tp):
         what = f"ep {layout.ep} times etp {layout.expert_tp} does not divide the {stage} ranks of a stage"
         yield LayoutProblem("experts", what, f"a multiple of {math.lcm(stage, layout.ep * layout.expert_tp)} ranks a stage would work")
     if training and layout.tp > model.kv_heads:
         what = f"tp {layout.tp} is above the {model.kv_heads} key/value heads: gradients of a shared head would be rounded on each of its ranks"
-        yield LayoutProblem("attention (training)", what, f"tp up to {model.kv_heads} would work")
+        sizes = [tp for tp in contract.side(model).sizes("tp", layout) if tp <= model.kv_heads]
+        yield LayoutProblem("attention (training)", what, offered("tp", sizes))
     if training and model.experts and layout.tp > 1 and not layout.sp:
         yield LayoutProblem("sequence parallelism", "Megatron trains experts under tp only with it", "--sequence-parallel would work")
 
@@ -61,23 +73,26 @@ def _nearest(model: ModelShape, trainer: Layout, rollout: Layout, contract: Cont
     """Pairs that work, with the trainer's number of ranks kept, in order of how far the sizes move (in doublings)."""
     trainers = sorted(_trainers(model, trainer), key=lambda layout: _distance(layout, trainer))
     rollouts = sorted(_rollouts(model, rollout), key=lambda layout: _distance(layout, rollout))
+
+    def trains(contract: Contract, layout: Layout) -> bool:
+        return contract.side(model).fits(layout) and not any(_megatron(contract, model, layout, training))
+
+    def both_fit(left: Layout, right: Layout) -> bool:
+        both = contract or _smallest(family, left, right)
+        return both.side(model, serving=True).fits(right) and trains(both, left)
+
     # The two sides are independent once each fits its own smallest contract, unless a contract is given: leaves only grow with the pair.
-    alone = ((layout, contract or Contract.for_layouts(layout, rollout, family=family)) for layout in trainers)
-    good_trainers = [layout for layout, smallest in alone if not any(_trainer(smallest, model, layout, training))]
+    good_trainers = [layout for layout in trainers if trains(contract or _smallest(family, layout, rollout), layout)]
     pairs = []
     for left in good_trainers[:16]:
-        for right in rollouts:
-            both = contract or Contract.for_layouts(left, right, family=family)
-            if not any(both.problems(right, model, serving=True)) and not any(_trainer(both, model, left, training)):
-                pairs.append((_distance(left, trainer) + _distance(right, rollout), left, right))
-                break
+        right = next((right for right in rollouts if both_fit(left, right)), None)
+        if right is not None:
+            pairs.append((_distance(left, trainer) + _distance(right, rollout), left, right))
     if not pairs:  # no trainer fits beside this rollout: move the rollout too
-        for right in rollouts:
-            for left in trainers:
-                both = contract or Contract.for_layouts(left, right, family=family)
-                if not any(_trainer(both, model, left, training)) and not any(both.problems(right, model, serving=True)):
-                    pairs.append((_distance(left, trainer) + _distance(right, rollout), left, right))
-                    break
+        for by in rollouts:
+            moved = next((left for left in trainers if both_fit(left, by)), None)
+            if moved is not None:
+                pairs.append((_distance(moved, trainer) + _distance(by, rollout), moved, by))
     yield from ((left, right) for _, left, right in sorted(pairs, key=lambda pair: pair[0]))
 
 
