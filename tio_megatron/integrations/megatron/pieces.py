@@ -54,7 +54,16 @@ class Place:
 
 
 def unwrap(model: Any) -> Any:
-    """The GPTModel inside Megatron's wrappers (DDP, Float16Module)."""
+    """The GPTModel inside Megatron's wrappers (DDP, Float16Module).
+
+    Raises:
+        ValueError: a list of model chunks.
+    """
+    if isinstance(model, list | tuple):
+        raise ValueError(
+            f"the model is a list with {len(model)} model chunks: virtual pipeline stages are not supported here; a single chunk on each rank, without its "
+            "list, would work"
+        )
     while not hasattr(model, "decoder") and hasattr(model, "module"):
         model = model.module
     return model

@@ -18,7 +18,7 @@ from tio_megatron.contract import ModelShape
 from tio_megatron.integrations.megatron import state as in_force
 from tio_megatron.integrations.megatron.grad_sums import BufferPart, sums_of
 from tio_megatron.integrations.megatron.optimizer_state import KINDS
-from tio_megatron.integrations.megatron.pieces import tensor_names
+from tio_megatron.integrations.megatron.pieces import tensor_names, unwrap
 from tio_megatron.integrations.megatron.random_states import check_random_states
 from tio_megatron.integrations.megatron.resume_fields import (
     HELD,
@@ -285,6 +285,7 @@ def set_optimizer(optimizer: Any, schedule: Any, saved: Mapping[str, Any], allow
 
 
 def _sums(model: torch.nn.Module) -> list[BufferPart]:
+    unwrap(model)  # refuses a list of chunks
     found = [p for sums in sums_of([model]) for p in sums.parameters]
     if not found:
         raise ValueError("the model keeps no integer sums: wrap it in DistributedDataParallel under tio_megatron.apply(...)")

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tio_megatron.collectives import all_gather
 from tio_megatron.integrations.megatron.modules import vocab_shard
+from tio_megatron.integrations.megatron.pieces import unwrap
 from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.layers.context import all_tokens, global_rows, own_tokens
 from tio_megatron.layers.sequences import Sequences
@@ -80,7 +81,7 @@ def token_logprobs(
         The scores, on every rank of the last pipeline stage; ``None`` on the other stages.
 
     Raises:
-        ValueError: no sequence, an empty one, a token outside the vocabulary, or a position outside its sequence.
+        ValueError: no sequence, an empty one, a token outside the vocabulary, a position outside its sequence, or a list of model chunks.
     """
     ids = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
     if not ids or any(sequence.dim() != 1 or not len(sequence) for sequence in ids):
@@ -91,7 +92,7 @@ def token_logprobs(
     for positions, sequence in zip(wanted, ids, strict=True):
         if any(not 0 <= position < len(sequence) for position in positions):
             raise ValueError(f"token_logprobs: positions {positions} are not all inside a sequence of {len(sequence)} tokens")
-    inner = _unwrapped(model)
+    inner = unwrap(model)
     config = inner.config
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
@@ -132,7 +133,7 @@ def _run(model: Any, item: _Batch) -> torch.Tensor:
     # Rotary positions come from where the tokens lie, not from these ids, which stock asks for all the same.
     tokens, padding = own_tokens(item.tokens, item.sequences), own_tokens(item.padding, item.sequences)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if not release().padding_mask or not _unwrapped(model).config.num_moe_experts or not item.padding.any():
+    if not release().padding_mask or not unwrap(model).config.num_moe_experts or not item.padding.any():
         return model(tokens, positions, None, packed_seq_params=item.packed)
     # Only a router reads the mask: padding is never sent to an expert. Where it cannot be told, padding costs time and changes no true token.
     return model(tokens, positions, None, packed_seq_params=item.packed, padding_mask=padding)
@@ -221,9 +222,3 @@ def _shard(inner: Any, logits: torch.Tensor) -> VocabShard:
     if logits.shape[-1] == inner.vocab_size:
         return VocabShard(inner.tio_setting.contract.vocab_order(vocab), logits.shape[-1])
     return vocab_shard(vocab, logits.shape[-1], inner.tio_groups.tp)
-
-
-def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
