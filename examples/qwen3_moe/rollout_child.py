@@ -12,6 +12,7 @@ from examples.qwen3_moe.ending import InputProblem
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.vllm import engine_options, push_weights, rollout_contract
+from tio_megatron.integrations.vllm.ending import leaving_no_files
 from tio_megatron.verify import Recording
 
 _engine: Any = None
@@ -59,7 +60,8 @@ def start(
         options["worker_extension_cls"] = "examples.qwen3_moe.stock_worker.StockWorker"  # a name: functions would travel as pickles
     from vllm import LLM
 
-    _engine = LLM(model=model, **options)
+    with leaving_no_files():
+        _engine = LLM(model=model, **options)
     answer: dict[str, Any] = {"seconds": time.monotonic() - began}
     if _contract is not None:
         try:
