@@ -190,8 +190,8 @@ class Model:
         table = self._step("logprob_rows", lambda: (logits.double() / self.plan.temperature).log_softmax(-1).float(), logits=logits)
         target = self.tokens[(at + 1).clamp_max(len(self.tokens) - 1)]
         has = real & (at + 1 < self.stop[at])
-        logprob = table.gather(1, target[:, None])[:, 0]
-        self.tracer.point("logprob", torch.where(has, logprob, torch.zeros(())))
+        logprob = torch.where(has, table.gather(1, target[:, None])[:, 0], torch.zeros(()))
+        self._step("logprob", lambda: logprob, logits=logits, target=target, has=has)
 
     def _layer(self, layer: int, x: torch.Tensor, positions: torch.Tensor, places: torch.Tensor, at: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         sizes, here, there = self.sizes, f"layers.{layer}.", f"model.layers.{layer}."

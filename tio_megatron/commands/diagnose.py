@@ -43,7 +43,7 @@ def diagnose(
                 said.append(f"{found.rows} tokens differ there, first token {found.first[1]} of sequence {found.first[0]}")
             for line in (*said, *found.evidence):
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-            if found.status == 1:
+            if found.kind != "equal":
                 console.print(f"  side: {found.side or 'none'} ({found.side_reason})", markup=False, highlight=False, soft_wrap=True)
             for line in found.routing:
                 console.print(f"  routing: {line}", markup=False, highlight=False, soft_wrap=True)

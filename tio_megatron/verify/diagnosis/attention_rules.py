@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def heads_of(case: Case, most: int = MOST) -> Heads | None:
     """From the recorded inputs, or None where they were not kept."""
     q, k, v = (case.parent(part) for part in ("q_rope", "k_rope", "v_proj"))
     size = int(case.a.shape.get("head_dim") or 0)
-    if q is None or k is None or v is None or not size:
+    if q is None or k is None or v is None or not size or q.shape[1] % k.shape[1] or k.shape[1] % size or v.shape != k.shape:
         return None
     rows = case.rows[torch.linspace(0, len(case.rows) - 1, min(most, len(case.rows))).round().to(torch.int64).unique()]
     stops = torch.from_numpy(np.cumsum(case.a.lengths))
@@ -121,16 +122,15 @@ def attention_rules(case: Case, heads: Heads) -> Iterator[Rule]:
 
     score_roundings = ("fp32", "rounded", "rounded, scaled, rounded")
     roundings = [(p, s) for p in ("fp32", "normalised, then rounded", "rounded, then normalised") for s in score_roundings]
-    for probabilities, scores in roundings:
-        yield rule(probabilities=probabilities, scores=scores)
-    for mask in list(masks)[1:]:
-        yield rule(mask)
     usual = heads.attend(own).reshape(-1, *shape)
     fitted = [_scale_of(heads, own, side[heads.rows]) for side in case.sides if relative(usual, side[heads.rows]) > one_rounding(side.dtype)]
-    for scale in dict.fromkeys([1 / width, 1.0, (width * heads.q.shape[1]) ** -0.5, width**-0.5 * 1.44269504, *fitted]):
-        yield rule(scale=scale)
-    for grouping in ("strided", "backwards", "the next group"):
-        yield rule(grouping=grouping)
+    scales = dict.fromkeys([1 / width, 1.0, (width * heads.q.shape[1]) ** -0.5, width**-0.5 * 1.44269504, *fitted])
+    others: list[dict[str, Any]] = [{"mask": mask} for mask in list(masks)[1:]] + [{"scale": scale} for scale in scales]
+    others += [{"grouping": grouping} for grouping in ("strided", "backwards", "the next group")]
+    for probabilities, scores in roundings:
+        yield rule(probabilities=probabilities, scores=scores)
+        for other in others if heads.dtype != torch.float32 or scores == probabilities else ():  # beside what both sides round anyway
+            yield rule(probabilities=probabilities, scores=scores, **other)
     for kind in (torch.bfloat16, torch.float16) if heads.dtype == torch.float32 else ():
         for probabilities, scores in roundings[1:]:
             yield rule(probabilities=probabilities, scores=scores, narrow=kind)
@@ -183,6 +183,7 @@ def window(case: Case, heads: Heads) -> tuple[str, list[str], str] | None:
             continue
         earlier = [i for i in moved if first[i] < heads.begin[i]]
         spans = {int(heads.rows[i] - first[i]) + 1 for i in moved}
+        starts = {int(first[i] - heads.begin[i]) for i in moved}
         row, start = int(heads.rows[moved[0]]), int(first[moved[0]])
         sequence, position = case.a.where(row)
         begin = int(heads.begin[moved[0]])
@@ -191,9 +192,11 @@ def window(case: Case, heads: Heads) -> tuple[str, list[str], str] | None:
                 f"in {name}, token {position} of sequence {sequence} attends from {begin - start} tokens before its sequence on, into its neighbour in the pack"
             )
             return "packing", [text], name
-        if len(spans) == 1 and len(moved) > 2:
+        if len(spans) == 1 and len(starts) > 1:
             return "mask", [f"in {name}, every token sees the last {spans.pop()} keys only: a sliding window"], name
         text = f"in {name}, token {position} of sequence {sequence} sees its sequence from token {start - begin} on; earlier keys are cut off"
+        if len(spans) == 1:
+            return "", [text, "a sliding window and a wrong boundary of a packed sequence both do that to one place: record longer sequences to tell"], name
         return (
             "packing",
             [text, "the boundary is not where the sequence begins: lengths with padding were taken for the true ones, or the other way round"],

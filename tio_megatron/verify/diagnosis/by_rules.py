@@ -16,6 +16,8 @@ from tio_megatron.verify.diagnosis.sides import departing
 
 _RENAMED = {"visible": "mask"}
 """Axes whose name is not the cause's."""
+_FEWEST_ROWS = 6
+"""Rows of a norm below which all of them may be larger on one side by chance: an order is then not told from an epsilon."""
 _TABLES = "Compare the rotary frequencies, angles and tables of both sides, and their types."
 
 
@@ -51,6 +53,9 @@ def not_an_order(case: Case, explained: Explained) -> str:
     if explained.few and case.point.op in ("norm", "routing"):
         said = "element differs" if explained.few == 1 else "elements differ"
         return f"only {explained.few} {said}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
+    few = int(case.differs.sum())
+    if case.point.op == "norm" and few < _FEWEST_ROWS < int(case.compared.sum()):
+        return f"only {few} of {int(case.compared.sum())} rows differ, by rounding: an epsilon does that as well as an order; record more tokens to tell"
     doubt = too_many_for_an_order(case, explained.least, explained.gap)
     if not doubt and case.point.op == "norm" and (doubt := leaning(case)):
         doubt += "; compare the epsilons, and factors near 1"

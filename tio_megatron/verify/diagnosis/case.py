@@ -14,13 +14,15 @@ from tio_megatron.models import Point
 from tio_megatron.verify.traces.reader import Trace
 
 MOST_ROWS = 48
+EXPERT_ROWS = ("expert_gate", "expert_up", "expert_act", "expert_scaled", "expert_out")
+"""What names of points begin with whose rows are those of a token's experts."""
 
 
 @dataclass
 class Case:
     """``point`` is the first that differs; ``differs`` [T] says at which tokens. Every earlier recorded point is equal on both sides.
 
-    Values come as fp64 (exact for every type recorded) of A and B; inputs are A's, which are B's too.
+    Values come in their own types, whatever axes they were recorded with, as [T, n], experts' rows as [T, K, n]; inputs are A's, which are B's too.
     """
 
     a: Trace
@@ -39,22 +41,22 @@ class Case:
 
     @cached_property
     def kept(self) -> bool:
-        """Whether both sides kept the point's tensor."""
-        return self.point.name in self.a.kept and self.point.name in self.b.kept
+        """Whether both sides kept the point's tensor, with the axes that it needs."""
+        return all(_rows(side, self.point.name) is not None for side in (self.a, self.b))
 
     @cached_property
     def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensors [T, ...] of A and B, in their own types."""
-        a, b = self.a.values(self.point.name), self.b.values(self.point.name)
+        """The whole tensors of A and B."""
+        a, b = _rows(self.a, self.point.name), _rows(self.b, self.point.name)
         assert a is not None and b is not None
         return a, b
 
     def input(self, name: str) -> torch.Tensor | None:
-        """The tensor of an earlier point (in its own type), from whichever side kept it; None where one side did not record it: it may differ."""
+        """The tensor of an earlier point, from whichever side kept it; None where one side did not record it: it may differ."""
         if name not in self.a.recorded or name not in self.b.recorded:
             return None
         for side in (self.a, self.b):
-            if name in side.recorded and (found := side.values(name)) is not None:
+            if (found := _rows(side, name)) is not None:
                 return found
         return None
 
@@ -71,12 +73,13 @@ class Case:
 
     @cached_property
     def parameters(self) -> list[str]:
-        """HF names of the point's parameters that either side has; experts' names are written out."""
+        """HF names of the parameters, biases too, of the point's modules, that either side has; experts' names are written out."""
         names = sorted(self.a.weights.keys() | self.b.weights.keys())
         found = []
         for pattern in self.point.weights:
-            start, star, end = pattern.partition("*")
-            found += [name for name in names if (name.startswith(start) and name.endswith(end) if star else name == pattern)]
+            start, star, end = pattern.rpartition(".")[0].partition("*")
+            modules = [(name, name.rpartition(".")[0]) for name in names]
+            found += [name for name, module in modules if (module.startswith(start) and module.endswith(end) if star else module == start)]
         return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".") if part.isdigit()] or [0])
 
     def fact(self, name: str, default: Any = None) -> list[Any]:
@@ -95,3 +98,11 @@ class Case:
         places = [self.a.where(int(row)) for row in rows[:most]]
         more = f" and {len(rows) - most} more" if len(rows) > most else ""
         return ", ".join(f"token {position} of sequence {sequence}" for sequence, position in places) + more
+
+
+def _rows(side: Trace, name: str) -> torch.Tensor | None:
+    """The tensor of a point, [T, n], or [T, K, n] where its rows are those of a token's experts; None where it was not kept, or has no such axis."""
+    found = side.values(name)
+    if found is None or not name.rsplit(".", 1)[-1].startswith(EXPERT_ROWS):
+        return None if found is None else found.reshape(len(found), -1)
+    return found if found.dim() == 3 else None

@@ -44,7 +44,7 @@ def combine(case: Case) -> Finding | None:
     early = _weighted_early(case)
     if early[0] != early[1]:
         return _weighting(case, "A" if early[0] else "B")
-    rows = _recorded(case)
+    rows = recorded(case)
     ids = case.parent("expert_ids")
     if rows is None or ids is None:
         return faults.constant(case) or faults.unknown_inputs(case)
@@ -89,7 +89,8 @@ def _narrow(case: Case) -> torch.dtype:
     return min(case.dtypes, key=lambda kind: kind.itemsize)
 
 
-def _recorded(case: Case) -> Rows | None:
+def recorded(case: Case) -> Rows | None:
+    """What is added, as it was recorded; None where it was not kept."""
     scaled, out, probabilities = (case.parent(part) for part in (SCALED[1], "expert_out", "expert_probs"))
     if scaled is not None:
         rows = scaled[case.rows].to(torch.float64)

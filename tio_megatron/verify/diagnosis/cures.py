@@ -26,6 +26,7 @@ CURES: dict[str, str] = {
         "Padding tokens are routed to experts and take or move places of real ones. Keep them from the router (a padding mask), and use no capacity factor."
     ),
     "dropped-tokens": "Some tokens did not get all their experts: a capacity limit dropped them. Switch the capacity factor off.",
+    "moved-rows": "Rows of experts come out at other tokens' places. Compare how each side sorts tokens by expert, and undoes it behind the experts.",
     "expert-weighting": (
         "One side multiplies an expert's row by its probability before the down projection (stock Megatron), the other behind it. Take one: the contract "
         "weights the finished, rounded row."

@@ -14,6 +14,7 @@ from tio_megatron.verify.diagnosis.rules import Rule, rounded
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12)
 _VARIANCE = ("variance itself to bf16", "variance itself to bf16, before the weight")
+_STEPS = ("every step", "every step, the sum too", "every step, weight first", "every step, the sum too, weight first")
 _SQUARES = ("squares alone", "squares alone, before the weight")
 
 
@@ -26,7 +27,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
     """Axes: where the weight is multiplied, what the variance is taken of, epsilon, the weight's form, the mean."""
     name, weight = case.point.parents[0], case.weight(case.point.weights[0])
     x = case.input(name)
-    if x is None or weight is None:
+    if x is None or weight is None or x.shape[1] % weight.numel():
         return
     width = weight.numel()
     dtype, x = low(case), x[case.rows].to(torch.float64)
@@ -49,9 +50,11 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             if mean != "root mean square":
                 var, v = var - var.mean(-1, keepdim=True), v - v.mean(-1, keepdim=True)
             squares = var.square()
-            if cast in ("variance too", "every step", "every step, weight first", *_SQUARES):
+            if cast in ("variance too", *_STEPS, *_SQUARES):
                 squares = rounded(squares, dtype)
             mean_square = squares.mean(-1, keepdim=True)
+            if cast.startswith("every step, the sum too"):
+                mean_square = rounded(squares.sum(-1, keepdim=True), dtype) / squares.shape[-1]
             if cast.startswith("every step"):
                 v = rounded(v, dtype)
                 mean_square = rounded(rounded(mean_square, dtype) + eps_, dtype) - eps_
@@ -65,7 +68,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
                 out = rounded(v * r, dtype) * scale
             elif cast == "weight first":
                 out = rounded(v * scale, dtype) * r
-            elif cast == "every step, weight first":
+            elif cast in _STEPS[2:]:
                 out = rounded(v * scale, dtype) * rounded(r, dtype)
             else:
                 out = rounded(v * rounded(r, dtype), dtype) * scale
@@ -87,7 +90,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             yield rule(cast, "unrounded sum")
             yield rule(cast, "unrounded sum", "sum")
             yield rule(cast, "sum", "unrounded sum")
-    for cast in ("low precision", "variance too", "weight first", "every step", "every step, weight first", *_VARIANCE, *_SQUARES):
+    for cast in ("low precision", "variance too", "weight first", *_STEPS, *_VARIANCE, *_SQUARES):
         yield rule(cast)
     fitted = [_epsilon(side[case.rows].to(torch.float64).reshape(-1, width), source["sum"], w) for side in case.sides]
     nice = [float(f"{eps:.{digits}e}") for digits in (0, 1, 3) for eps in fitted if eps > 0]
@@ -98,9 +101,10 @@ def norm_rules(case: Case) -> Iterator[Rule]:
             for cast in ("after the weight", "before the weight"):
                 for of, value in (("unrounded sum", "unrounded sum"), ("unrounded sum", "sum"), ("sum", "unrounded sum")):
                     yield rule(cast, of, value, eps)
-    yield rule(form="1 + weight")
-    yield rule(form="none")
-    yield rule(mean="mean subtracted")
+    for cast in ("after the weight", "before the weight"):
+        yield rule(cast, form="1 + weight")
+        yield rule(cast, form="none")
+        yield rule(cast, mean="mean subtracted")
 
 
 def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
@@ -122,7 +126,7 @@ def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 def swiglu_rules(case: Case) -> Iterator[Rule]:
     """Axes: roundings between the steps, the activation function, which half is gated."""
     pair = [case.input(parent) for parent in case.point.parents]
-    if pair[0] is None or pair[1] is None:
+    if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
         return
     dtype = low(case)
     gate, up = (half[case.rows].to(torch.float32) for half in pair if half is not None)
@@ -166,7 +170,7 @@ def swiglu_rules(case: Case) -> Iterator[Rule]:
 def scaling_rules(case: Case) -> Iterator[Rule]:
     """Axes: roundings of a row of an expert that is multiplied by its probability before the down projection."""
     act, probabilities = (case.input(parent) for parent in case.point.parents)
-    if act is None or probabilities is None:
+    if act is None or probabilities is None or probabilities.shape != act.shape[:2]:
         return
     x, p = act[case.rows].to(torch.float64), probabilities[case.rows].to(torch.float64)[..., None]
     yield Rule({"extra-rounding": "none"}, lambda: x * p)
@@ -177,13 +181,13 @@ def scaling_rules(case: Case) -> Iterator[Rule]:
 def add_rules(case: Case) -> Iterator[Rule]:
     """Axes: which terms are added, and in which precision."""
     terms = [case.input(parent) for parent in case.point.parents]
-    if terms[0] is None or terms[1] is None:
+    if terms[0] is None or terms[1] is None or terms[0].shape != terms[1].shape:
         return
     x, y = (term[case.rows].to(torch.float64) for term in terms if term is not None)
     for name, out in (("both", x + y), ("the stream alone", x), ("the branch alone", y), ("the branch twice", x + 2 * y), ("the stream twice", 2 * x + y)):
         yield Rule({"residual-terms": name, "extra-rounding": "none"}, lambda out=out: out)  # type: ignore[misc]
     normed = case.input(f"layers.{case.point.layer}.{'attn_norm' if case.point.part == 'attn_residual' else 'mlp_norm'}")
-    if normed is not None:  # Megatron's apply_residual_connection_post_layernorm
+    if normed is not None and normed.shape == terms[0].shape:  # Megatron's apply_residual_connection_post_layernorm
         from_norm = normed[case.rows].to(torch.float64).reshape(x.shape) + y
         yield Rule({"residual-terms": "the normed stream and the branch", "extra-rounding": "none"}, lambda: from_norm)
     for kind in (torch.bfloat16, torch.float16):

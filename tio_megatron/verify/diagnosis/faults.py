@@ -1,4 +1,4 @@
-"""Differences that no formula makes: buffers nobody wrote, dropout, constants, experts' rows lost or moved. Each returns a finding or None."""
+"""Differences that no formula makes: buffers nobody wrote, dropout, constants. Each returns a finding or None."""
 
 from __future__ import annotations
 
@@ -28,55 +28,6 @@ def unwritten(case: Case) -> Finding | None:
             count = f"{len(rows)} of {int(case.compared.sum())} tokens are NaN or infinite in {label}, though everything they are made of is finite"
             return Finding("framework", "unwritten", side=label, evidence=(count, case.names(rows)), cure=CURES["unwritten"])
     return None
-
-
-def lost_or_moved(case: Case) -> Finding | None:
-    """Rows of experts that one side never computed, left zero, or took from another token."""
-    if not case.point.part.startswith("expert_") and case.point.op != "combine":
-        return None
-    padding = [side.passes["padding"] for side in (case.a, case.b)]
-    rows = np.flatnonzero(case.differs)
-    padded = [bool((held[rows] > 0).any()) for held in padding]
-    routed = [int(side.facts.get("padding_routed", 0) or 0) for side in (case.a, case.b)]
-    columns = [side.columns(case.point.name) for side in (case.a, case.b)]
-    for label, mine, other in (("A", columns[0], columns[1]), ("B", columns[1], columns[0])):
-        fewer = np.flatnonzero((mine < other) & case.differs)
-        if len(fewer):
-            return _lost(
-                label, f"{len(fewer)} tokens lack some of their experts in {label}", case.names(fewer), padded["AB".index(label)], routed["AB".index(label)]
-            )
-    if not case.kept:
-        return None
-    sides = case.sides
-    if case.point.part == "expert_ids" or case.point.part == "expert_probs":
-        return None
-    slots = [side.reshape(len(side), -1, side.shape[-1]) if case.point.op != "combine" else side[:, None] for side in sides]
-    changed = (slots[0] != slots[1]).any(-1)
-    if case.point.op == "combine" and case.parent("expert_out") is not None and (slots[0][changed] == 0).all() != (slots[1][changed] == 0).all():
-        return garbage(case)  # the experts' rows are there, equal on both sides, and their sum is zero
-    for label, i in (("A", 0), ("B", 1)):
-        zero = changed & (slots[i] == 0).all(-1) & (slots[1 - i] != 0).any(-1)
-        if bool(zero.any()) and int(zero.sum()) >= 0.5 * int(changed.sum()):
-            lost = zero.any(-1).nonzero()[:, 0].numpy()
-            return _lost(label, f"{int(zero.sum())} rows of experts are zero in {label}", case.names(lost), padded[i], routed[i])
-    flat = [side[changed] for side in slots]
-    # A shift looks the same from both sides; the one with padding is to blame.
-    for label, i in (("B", 1), ("A", 0)) if padded[1] or routed[1] else (("A", 0), ("B", 1)):
-        taken = 0
-        everything = slots[1 - i].reshape(-1, slots[0].shape[-1])
-        for row in flat[i][:64]:
-            taken += bool((everything == row).all(-1).any())
-        if taken and taken >= 0.5 * min(64, len(flat[i])) and bool((flat[i] != 0).any()):
-            said = f"{taken} of the first {min(64, len(flat[i]))} rows that differ in {label} belong, byte for byte, to other tokens: rows were moved"
-            return _lost(label, said, case.names(rows), padded[i], routed[i])
-    return None
-
-
-def _lost(side: str, said: str, names: str, padded: bool, routed: int) -> Finding:
-    if padded or routed:
-        more = f"{side}'s passes hold padding tokens" + (f", {routed} of which were routed" if routed else "")
-        return Finding("framework", "padding", side=side, evidence=(said, names, more), cure=CURES["padding"])
-    return Finding("framework", "dropped-tokens", side=side, evidence=(said, names), cure=CURES["dropped-tokens"])
 
 
 def dropout(case: Case) -> Finding | None:

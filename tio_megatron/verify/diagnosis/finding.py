@@ -48,7 +48,7 @@ class Finding:
         """0 equal, 1 differs, 2 could not tell."""
         if self.kind == "equal":
             return 0 if self.compared and not self.one_sided else 2
-        return 1
+        return 2 if self.kind == "unknown" else 1
 
     @property
     def verdict(self) -> str:

@@ -8,22 +8,25 @@ import numpy as np
 import torch
 
 from tio_megatron.verify.diagnosis.case import Case
-from tio_megatron.verify.diagnosis.rules import Rule, relative
+from tio_megatron.verify.diagnosis.rules import Rule, relative, rounded
+
+_DTYPES = ("fp32", "logits to bf16", "result to bf16", "log-softmax in bf16", "every step in bf16")
+_AHEAD = {"the same": 0, "the one after the next": 2}
 
 
-def targets_of(case: Case) -> torch.Tensor:
-    """[T] the next token of the same sequence, -1 behind the last."""
+def targets_of(case: Case, ahead: int = 1) -> torch.Tensor:
+    """[T] the token that stands ``ahead`` of each in the same sequence, -1 where there is none."""
     tokens = torch.from_numpy(case.a.tokens)
-    found = tokens.roll(-1)
-    found[torch.from_numpy(np.cumsum(case.a.lengths)) - 1] = -1
-    return found
+    stops = torch.from_numpy(np.repeat(np.cumsum(case.a.lengths), case.a.lengths))
+    return tokens.roll(-ahead).masked_fill(torch.arange(len(tokens)) + ahead >= stops, -1)
 
 
-def _of(case: Case, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """What the point holds of the log-probabilities [r, V]: all, or those of the targets."""
+def _of(case: Case, rows: torch.Tensor, table: torch.Tensor, ahead: int = 1) -> torch.Tensor:
+    """What the point holds of the log-probabilities [r, V]: all, or those of the targets, NaN where there is none."""
     if case.point.part == "logprob_rows":
         return table
-    return table.gather(1, targets_of(case)[rows].clamp_min(0)[:, None])[:, 0]
+    targets = targets_of(case, ahead)[rows][:, None]
+    return table.gather(1, targets.clamp_min(0)).masked_fill(targets < 0, float("nan"))
 
 
 def temperature_of(case: Case, rows: torch.Tensor, logits: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
@@ -34,7 +37,7 @@ def temperature_of(case: Case, rows: torch.Tensor, logits: torch.Tensor, out: to
         grid = torch.linspace(low, high, 25, dtype=torch.float64)
         for exponent in grid.tolist():
             t = float(np.exp(exponent))
-            error = relative(_of(case, rows, (logits / t).log_softmax(-1)).reshape(out.shape), out)
+            error = relative(_of(case, rows, (logits / t).log_softmax(-1)), out)
             if error < best[1]:
                 best = (t, error)
         step = (high - low) / 24
@@ -46,9 +49,9 @@ def temperature_of(case: Case, rows: torch.Tensor, logits: torch.Tensor, out: to
 def head_rules(case: Case) -> Iterator[Rule]:
     """Axes: temperature, rows counted, types, which token's log-probability is taken. For the rows of the case that have a target."""
     logits = case.parent("logits")
-    if logits is None:
-        return
     rows = case.rows
+    if logits is None or _of(case, rows, logits[rows]).shape != case.sides[0][rows].shape:
+        return
     x = logits[rows].to(torch.float64)
     a, b = (side[rows].to(torch.float64) for side in case.sides)
     stated = [float(t) for t in case.fact("temperature")]
@@ -57,22 +60,19 @@ def head_rules(case: Case) -> Iterator[Rule]:
     def rule(temperature: float = 1.0, dtype: str = "fp32", token: str = "the next", filtered: int = 0, seen: torch.Tensor | None = None) -> Rule:
         def compute() -> torch.Tensor:
             z = x / temperature
-            if dtype == "logits to bf16":
-                z = z.to(torch.bfloat16).to(torch.float64)
+            if dtype not in ("fp32", "result to bf16"):
+                z = rounded(z, torch.bfloat16)
             if filtered:
                 z = z.masked_fill(z < z.topk(filtered, -1).values[:, -1:], float("-inf"))
             if seen is not None:
                 z = z.masked_fill(~seen, float("-inf"))
             table = z.log_softmax(-1)
-            if dtype == "result to bf16":
-                table = table.to(torch.bfloat16).to(torch.float64)
-            if token == "the next" or case.point.part == "logprob_rows":
-                return _of(case, rows, table).reshape(a.shape)
-            if token == "none (logits as they are)":
-                return _of(case, rows, z).reshape(a.shape)
-            ids = torch.from_numpy(case.a.tokens)
-            ids = ids if token == "the same" else ids.roll(-2)
-            return table.gather(1, ids[rows][:, None])[:, 0].reshape(a.shape)
+            if dtype == "every step in bf16":
+                z = rounded(z - z.amax(-1, keepdim=True), torch.bfloat16)
+                table = z - rounded(rounded(rounded(z.exp(), torch.bfloat16).sum(-1, keepdim=True), torch.bfloat16).log(), torch.bfloat16)
+            if dtype not in ("fp32", "logits to bf16"):
+                table = rounded(table, torch.bfloat16)
+            return _of(case, rows, z if token == "none (logits as they are)" else table, _AHEAD.get(token, 1))
 
         axes = {
             "temperature": f"{temperature:.4g}",
@@ -83,12 +83,11 @@ def head_rules(case: Case) -> Iterator[Rule]:
         return Rule(axes, compute)
 
     yield rule()
-    for temperature in {*stated, *fitted} - {1.0}:
-        yield rule(temperature)
-    yield rule(dtype="logits to bf16")
-    yield rule(dtype="result to bf16")
-    for token in ("the same", "the one after the next", "none (logits as they are)"):
-        yield rule(token=token)
+    for dtype in _DTYPES:
+        for temperature in dict.fromkeys([1.0, *stated, *fitted]):
+            yield rule(temperature, dtype)
+        for token in (*_AHEAD, "none (logits as they are)"):
+            yield rule(dtype=dtype, token=token)
     if case.point.part == "logprob_rows":  # top-p, or a top-k of any size, shows itself
         for side in (a, b):
             left = side.isfinite()
@@ -103,20 +102,14 @@ def head_rules(case: Case) -> Iterator[Rule]:
 def counted_rows(case: Case) -> tuple[list[str], str] | None:
     """(evidence, side) if one side's denominator holds rows that the vocabulary has not."""
     logits = case.parent("logits")
-    if logits is None:
-        return None
-    rows = case.rows[targets_of(case)[case.rows] >= 0] if case.point.part == "logprob" else case.rows
-    if not len(rows):
+    rows = case.rows
+    if logits is None or _of(case, rows, logits[rows]).shape != case.sides[0][rows].shape:
         return None
     x = logits[rows].to(torch.float64)
     true = x.logsumexp(-1)
     for name, side in zip("AB", case.sides, strict=True):
         out = side[rows].to(torch.float64)
-        lse = (
-            (x.gather(1, targets_of(case)[rows].clamp_min(0)[:, None])[:, 0] - out.reshape(len(rows), -1)[:, 0])
-            if case.point.part == "logprob"
-            else (x - out).mean(-1)
-        )
+        lse = (_of(case, rows, x) - out).mean(-1)
         more = lse.exp() - true.exp()
         noise = 3e-7 * true.exp() * (1 + true.abs())
         if not bool((more > 4 * noise).all()):

@@ -15,6 +15,7 @@ from tio_megatron.verify.diagnosis.by_rules import by_rules, framework, missing_
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.combine import combine
 from tio_megatron.verify.diagnosis.cures import CURES, LOOK
+from tio_megatron.verify.diagnosis.expert_rows import lost_or_moved
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.head_rules import counted_rows, head_rules, targets_of
 from tio_megatron.verify.diagnosis.mask_solved import solved
@@ -33,7 +34,7 @@ def why(case: Case) -> Finding:
     if wrong:
         parameter = explain_parameter(case.a, case.b, wrong[0])
         return parameter.noting(f"{len(wrong)} of the parameters used here differ: {', '.join(wrong[:4])}") if len(wrong) > 1 else parameter
-    for check in (faults.unwritten, faults.lost_or_moved):
+    for check in (faults.unwritten, lost_or_moved):
         if found := check(case):
             return found
     if case.point.op == "given":
@@ -91,14 +92,16 @@ def _attention(case: Case) -> Finding | None:
         return Finding("framework", "mask", side=keys[1], evidence=tuple(keys[0]), cure=CURES["mask"])
     if moved := window(case, heads):
         cause, evidence, side = moved
-        return Finding("framework", cause, side=side, evidence=tuple(evidence), cure=CURES[cause])
+        return Finding("framework" if cause else "unknown", cause, side=side, evidence=tuple(evidence), cure=CURES[cause or "visible"])
     return attention_dropout(case)
 
 
 def _head(case: Case) -> Finding | None:
     if case.point.part == "logprob":
-        rows = case.rows[targets_of(case)[case.rows] >= 0]
-        case.rows = rows  # the last token of a sequence has no target
+        case = replace(case, differs=case.differs & (targets_of(case) >= 0).numpy())
+        if not case.differs.any():
+            said = "only last tokens of sequences differ; no token follows them, so nothing is scored there"
+            return Finding("unknown", "", evidence=(said,), cure="Compare the labels at the last token of each sequence: a mask must leave it out.")
     a, b = (side[case.rows] for side in case.sides)
     explained = explain(head_rules(case), a, b)
     if explained is None:

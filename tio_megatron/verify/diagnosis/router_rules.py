@@ -17,22 +17,22 @@ _NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def routing_rules(case: Case) -> Iterator[Rule]:
     """Axes: where the softmax is, whether and in which order it is normalised, types, scale."""
     logits, ids = case.parent("router_logits"), case.parent("expert_ids")
-    if logits is None or ids is None:
+    if logits is None or ids is None or case.sides[0].shape != ids.shape:
         return
     x, ids = logits[case.rows].to(torch.float32), ids[case.rows].to(torch.int64)
 
-    def rule(place: str, normalise: str, logits_type: str = "fp32", output: str = "fp32") -> Rule:
+    def rule(place: str, normalise: str, logits_type: str = "fp32", output: str = "fp32", inside: str = "fp32") -> Rule:
         def compute() -> torch.Tensor:
-            given = x.to(_NARROW[logits_type]).to(torch.float32)
+            given = x.to(_NARROW[logits_type]).to(torch.float32 if inside == "fp32" else torch.bfloat16)
             chosen = given.gather(1, ids)
             if place == "after top-k":
                 p = chosen.softmax(-1)
             elif place == "sigmoid":
                 p = chosen.sigmoid()
-            elif place == "softmax in bf16":
-                p = given.to(torch.bfloat16).softmax(-1).gather(1, ids).to(torch.float32)
             else:
                 p = given.softmax(-1).gather(1, ids)
+            if inside == "bf16 softmax":
+                p = p.to(torch.float32)
             if normalise == "by ascending id":
                 p = p / _sum(p)
             elif normalise == "by descending probability":
@@ -48,20 +48,18 @@ def routing_rules(case: Case) -> Iterator[Rule]:
             return p.to(_NARROW[output])
 
         kind = "none" if normalise == "none" else "sum is 1"
-        axes = {"router-softmax": place, "router-normalise": kind, "router-sum-order": normalise, "router-dtype": f"logits {logits_type}, output {output}"}
+        types = f"logits {logits_type}, inside {inside}, output {output}"
+        axes = {"router-softmax": place, "router-normalise": kind, "router-sum-order": normalise, "router-dtype": types}
         return Rule(axes, compute, frozenset({"router-sum-order"} if normalise == "none" else ()))
 
     sums = ("library", "by ascending id", "by descending probability", "by ascending probability", "reciprocal", "fp64")
+    kinds = (("after top-k", "none"), ("before top-k", "none"), ("sigmoid", "none"), ("sigmoid", "library"))
     for output in _NARROW:
-        for logits_type in _NARROW:
-            for normalise in sums:
-                yield rule("before top-k", normalise, logits_type, output)
-            yield rule("after top-k", "none", logits_type, output)
-            yield rule("before top-k", "none", logits_type, output)
-            yield rule("sigmoid", "none", logits_type, output)
-            yield rule("sigmoid", "library", logits_type, output)
-        for normalise in ("library", "none"):
-            yield rule("softmax in bf16", normalise, output=output)
+        for logits_type, inside in [*((kind, "fp32") for kind in _NARROW), ("fp32", "bf16 softmax"), ("fp32", "bf16")]:
+            for normalise in sums if inside == "fp32" else sums[:1]:
+                yield rule("before top-k", normalise, logits_type, output, inside)
+            for place, normalise in kinds:
+                yield rule(place, normalise, logits_type, output, inside)
 
 
 def _sum(p: torch.Tensor) -> torch.Tensor:
@@ -69,6 +67,12 @@ def _sum(p: torch.Tensor) -> torch.Tensor:
     for k in range(1, p.shape[1]):
         total = total + p[:, k : k + 1]
     return total
+
+
+def _rounded_scores(logits: torch.Tensor) -> list[torch.Tensor]:
+    """What an engine may compare in place of the logits [E]."""
+    p, narrow = logits.softmax(-1), logits.to(torch.bfloat16)
+    return [narrow, p.to(torch.float32), p.to(torch.bfloat16), narrow.softmax(-1)]
 
 
 def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[str, list[str], str] | None:
@@ -84,7 +88,7 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
     shown = ""
     narrowest = ("", float("inf"))
     for row in rows.tolist():
-        sides = [(logits[row].to(torch.float64), set(ids[row].tolist())) for logits, ids in held if logits is not None and ids is not None]
+        sides = [(logits[row].flatten().to(torch.float64), set(ids[row].flatten().tolist())) for logits, ids in held if logits is not None and ids is not None]
         (la, chosen_a), (lb, chosen_b) = sides
         only_a, only_b = sorted(chosen_a - chosen_b), sorted(chosen_b - chosen_a)
         if not only_a or not only_b:
@@ -97,9 +101,7 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
                 narrowest = (f"the margin between experts {only_a[0]} and {only_b[0]} is {margin:.3g}, the logits moved by up to {moved:.3g}", margin)
         elif torch.equal(la[only_a].sort().values, la[only_b].sort().values):
             kind = "tie"
-        elif torch.equal(la[only_a].to(torch.bfloat16).sort().values, la[only_b].to(torch.bfloat16).sort().values):
-            kind = "rounded tie"
-        elif torch.equal(la.softmax(-1).to(torch.float32)[only_a].sort().values, la.softmax(-1).to(torch.float32)[only_b].sort().values):
+        elif any(torch.equal(score[only_a].sort().values, score[only_b].sort().values) for score in _rounded_scores(la)):
             kind = "rounded tie"
         else:
             kind = "router-choice"
@@ -119,7 +121,7 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
     if kind == "tie":
         return "tie", [f"{said}; the logits of the experts exchanged are equal to the last bit", shown], side
     if kind == "rounded tie":
-        return "tie", [f"{said}; the logits of the experts exchanged are equal after rounding (bf16 logits, or probabilities compared in fp32)", shown], side
+        return "tie", [f"{said}; the logits of the experts exchanged are equal after rounding (bf16 logits, or probabilities in fp32 or bf16)", shown], side
     if kind == "drift":
         return "drift", [f"{said}, because their logits had drifted", narrowest[0]], ""
     return "router-choice", [f"{said} though their logits are equal and no tie is there: one side does not take the largest logits", shown], side

@@ -88,6 +88,9 @@ def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explaine
     fits: list[tuple[Rule, float, float]] = []
     for rule in rules:
         made = rule.compute()
+        if made.numel() != a.numel():  # the point has not the size that this operator gives
+            continue
+        made = made.reshape(a.shape)
         fits.append((rule, relative(made.to(a.dtype), a), relative(made.to(b.dtype), b)))
     if not fits:
         return None

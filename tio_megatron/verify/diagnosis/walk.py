@@ -102,6 +102,10 @@ def _routing(a: Trace, b: Trace) -> tuple[str, ...]:
 
 def _notes(case: Case) -> list[str]:
     said = []
+    others = sorted((case.a.weights.keys() | case.b.weights.keys()) - set(case.parameters))
+    if behind := differing(case.a, case.b, others):
+        more = f" and {len(behind) - 3} more" if len(behind) > 3 else ""
+        said.append(f"recorded parameters that differ too, used elsewhere: {', '.join(behind[:3])}{more}")
     types = [side.recorded[case.point.name]["dtype"] for side in (case.a, case.b)]
     if types[0] != types[1]:
         said.append(f"recorded as {types[0]} in A and {types[1]} in B")
