@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, Layout, LayoutProblem, ModelShape
-from tio_megatron.verify.doctor.findings import Finding
+from tio_megatron.contract.findings import Finding
 
 TOPIC = "contract"
 _SIZES = ("tp", "ep", "etp", "pp", "cp")
@@ -37,11 +37,11 @@ def fit(
         family: of the smallest contract; a contract has its own.
     """
     chosen = contract or Contract.for_layouts(trainer, rollout, family=family)
-    findings = [Finding("bad", TOPIC, f"trainer {trainer}: {p.where}: {p.what}", p.works) for p in _trainer(chosen, model, trainer, training)]
-    findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model, serving=True)]
+    findings = [Finding(f"trainer {trainer}: {p.where}: {p.what}", p.works, topic=TOPIC) for p in _trainer(chosen, model, trainer, training)]
+    findings += [Finding(f"rollout {rollout}: {p.where}: {p.what}", p.works, topic=TOPIC) for p in chosen.problems(rollout, model, serving=True)]
     if findings:
         return Fit(chosen, tuple(findings), tuple(_nearest(model, trainer, rollout, contract, training, family))[:most])
-    return Fit(chosen, (Finding("ok", TOPIC, f"trainer {trainer} and rollout {rollout}: every cut falls on leaves"),))
+    return Fit(chosen, (Finding(f"trainer {trainer} and rollout {rollout}: every cut falls on leaves", level="ok", topic=TOPIC),))
 
 
 def _trainer(contract: Contract, model: ModelShape, layout: Layout, training: bool) -> Iterator[LayoutProblem]:
