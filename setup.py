@@ -70,6 +70,7 @@ setup(
     packages=find_packages(include=["tio_megatron", "tio_megatron.*"], exclude=["tio_megatron.collectives*"])
     + ["tio_megatron.collectives", *(f"tio_megatron.collectives.{name}" for name in find_packages("collectives"))],
     package_dir={"tio_megatron.collectives": "collectives"},
+    package_data={"tio_megatron.integrations": ["facts/*.json"]},
     ext_modules=[Extension("tio_megatron.kernels._tio_cpu", sources)],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     entry_points={

@@ -31,20 +31,20 @@ def judged(trainer, rollout=VLLM, model="Qwen3-30B-A3B"):
 def test_defaults_count_where_no_size_is_written():
     level, bad = judged(OPTIONS)
     assert level == "bad" and len(bad) == 2, bad
-    assert any("layernorm_epsilon = 1e-05" in what for what in bad) and any("rotary_base = 10000" in what for what in bad)
+    assert any("layernorm_epsilon=1e-05" in what for what in bad) and any("rotary_base=10000" in what for what in bad)
     assert judged(f"{OPTIONS} --norm-epsilon 1e-6 --rotary-base 1000000")[0] == "ok"  # the control
 
 
 def test_a_model_without_experts_is_another_than_one_with():
     level, bad = judged(f"{OPTIONS} --norm-epsilon 1e-6 --rotary-base 1000000".replace("--num-experts 128", ""))
-    assert level == "bad" and any("num_moe_experts = None" in what for what in bad)
+    assert level == "bad" and any("num_moe_experts=None" in what for what in bad)
 
 
 def test_what_a_checkpoints_arguments_supply_is_unknown_and_what_they_do_not_supply_has_its_default():
     """Megatron-LM reads the rotary base there, and not the norm's epsilon."""
     taken = "--use-checkpoint-args --tensor-model-parallel-size 2 --sequence-parallel --bf16 --qk-layernorm --moe-token-dispatcher-type alltoall"
     level, bad = judged(taken)
-    assert level == "bad" and len(bad) == 1 and "layernorm_epsilon = 1e-05" in bad[0], bad
+    assert level == "bad" and len(bad) == 1 and "layernorm_epsilon=1e-05" in bad[0], bad
     assert judged(f"{taken} --norm-epsilon 1e-6") == ("unknown", [])
 
 
@@ -55,7 +55,7 @@ def test_log_probabilities_of_a_cut_distribution_are_no_trainers(tmp_path, mode,
     rollout = f"--generation-config auto --logprobs-mode {mode}"
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 20, "top_p": 0.95}))
     found = examine(model=str(tmp_path), trainer="tp1", rollout=rollout).findings
-    assert [finding.level for finding in found if "top_k = 20" in finding.what] == [level]
+    assert [finding.level for finding in found if "top_k=20" in finding.what] == [level]
     assert worst(found) == level
     (tmp_path / "generation_config.json").write_text("{}")
     assert worst(examine(model=str(tmp_path), trainer="tp1", rollout=rollout).findings) == "note"  # the control: nothing is cut

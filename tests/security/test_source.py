@@ -24,10 +24,6 @@ ALLOWED = {
     ("tio_megatron/run.py", "runpy.run_path"): OWN,
     ("setup.py", "runpy.run_path"): BUILD,
     ("benchmarks/tracing.py", "apply_model"): "a measurement with an engine in this very process: nothing travels",
-    (
-        "tio_megatron/integrations/vllm/refused_options.py",
-        "trust_remote_code set to ('no code of a checkpoint is run here', 'leave it out')",
-    ): "the table of options that are refused: the value is why, and what works",
 }
 """What would be refused, with the reason why it stands."""
 

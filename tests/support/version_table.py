@@ -126,7 +126,7 @@ def refused(folder: Path) -> list[str]:
             lambda: model(tokens, torch.arange(3)[None], None),
             lambda: DistributedDataParallel(model.config, DistributedDataParallelConfig(), model),
         )
-        return [said(one) for one in tries] + refusals.unknown_options(with_new_options(model.config))
+        return [said(one) for one in tries] + [*map(str, refusals.unknown_options(with_new_options(model.config)))]
 
     return on_ranks(Setup(write_tiny(folder / "refused", DENSE)), begin)[0]
 

@@ -54,4 +54,4 @@ def test_neither_plug_in_refuses_what_vllm_is_given(name: str) -> None:
     )
     assert list(engine_lines(config)) == []
     config.model_config.logprobs_mode = "processed_logprobs"
-    assert "no others than raw_logprobs" in next(iter(engine_lines(config)))
+    assert "no others than raw_logprobs" in next(iter(engine_lines(config))).why

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +15,8 @@ from tio_megatron.commands.answer import JSON, tell
 from tio_megatron.commands.tables import show_rows
 from tio_megatron.models import EXAMPLE
 
-EPILOG = f'Example: tio doctor --model {EXAMPLE} --trainer train.sh --rollout "--tensor-parallel-size 4 --enable-expert-parallel"'
-LAYOUT = "Words (tp2+ep2), arguments in quotes, or a file: a launch script, YAML or JSON of arguments, a verl configuration."
+EPILOG = f'Example: tio doctor --model {EXAMPLE} --rollout "--tensor-parallel-size 4 --enable-expert-parallel" --run -- bash train.sh'
+LAYOUT = "Words (tp2+ep2), arguments in quotes, or a file: YAML or JSON of arguments, a verl configuration."
 COLOURS = {"ok": "green", "note": "default", "unknown": "yellow", "bad": "red"}
 
 
@@ -34,12 +36,15 @@ def doctor(
         Path | None,
         typer.Option(metavar="FOLDER", help="Look at the workers of a job that was started with TIO_HANDSHAKE=FOLDER, running or ended, and at nothing else."),
     ] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="With --run: what starts the run.", show_default=False)] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run COMMAND with recording stand-ins for python, torchrun, vllm, ..., and judge what it starts.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --run: do not ask.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Look at this environment, and at a configuration, before any run; with --workers at what every worker of a run says of itself.
 
     Versions, environment variables that move an order of sums, whose code stands at the symbols that are patched; and for a model and two layouts
-    whether one contract can hold, or which product forbids it and which layouts near by work. Nothing is started.
+    whether one contract can hold, or which product forbids it and which layouts near by work. Nothing is started, but for COMMAND's own lines with --run.
     Exit status: 0 it can hold, 1 something forbids it, 2 could not tell.
     """
 
@@ -49,15 +54,19 @@ def doctor(
         if device not in ("cpu", "cuda", "npu"):
             raise ValueError(f"--device {device}: cpu, cuda or npu")
         if workers is not None:
-            other = {"--model": model, "--trainer": trainer, "--rollout": rollout, "--stock": stock, "--import": module}
+            other = {"--run": run, "--model": model, "--trainer": trainer, "--rollout": rollout, "--stock": stock, "--import": module}
             if given := [name for name, value in other.items() if value]:
                 raise ValueError(f"--workers and {' and '.join(given)}: the workers of a run are looked at alone (--contract and --device go with them)")
             found = of_workers(workers, device, contract)
         else:
+            if bool(command) != run:
+                raise ValueError("--run -- COMMAND: a command, and --run in front of it, go together")
+            sides = {"trainer": trainer, "rollout": rollout}
+            environ = _recorded(command, sides, yes) if command else None
             found = examine(
                 model=model,
-                trainer=trainer,
-                rollout=rollout,
+                **sides,
+                environ=environ,
                 contract=contract,
                 device=device,
                 plugged=not stock,
@@ -86,3 +95,20 @@ def doctor(
         return status, answer, show
 
     tell("doctor", as_json, work)
+
+
+def _recorded(command: list[str], sides: dict[str, str | None], yes: bool) -> Mapping[str, str] | None:
+    """Run ``command`` and fill in the sides that were not given; the environment in which they were started."""
+    from tio_megatron.verify.doctor import recorded
+
+    if not yes and not sys.stdin.isatty():
+        raise ValueError(f"--run: {recorded.WARNING}; --yes where nobody can be asked")
+    if not yes and not typer.confirm(f"{recorded.WARNING}. Run it?", err=True):
+        raise ValueError("--run: not run")
+    started, status = recorded.record(command)
+    found = {side: recorded.of_side(started, side) for side, given in sides.items() if given is None}
+    if missing := [side for side, one in found.items() if one is None]:
+        ended = f" (it ended with status {status})" if status else ""
+        raise ValueError(f"--run: {len(started)} programs were started{ended}, and none of them is a {' or a '.join(missing)}: --{missing[0]} names it")
+    sides |= {side: shlex.join(one.words) for side, one in found.items() if one is not None}
+    return next((one.environment for one in found.values() if one is not None), None)

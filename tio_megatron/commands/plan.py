@@ -37,7 +37,7 @@ def plan(
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:
         from tio_megatron.files.whole import write_whole
         from tio_megatron.verify import costs
-        from tio_megatron.verify.doctor import families, fit, settings, shape_of
+        from tio_megatron.verify.doctor import fit, held, settings, shape_of
 
         if min(tokens, requests, micro_batches) < 1:
             raise ValueError(f"--tokens, --requests and --micro-batches must be at least 1, got {tokens}, {requests} and {micro_batches}")
@@ -45,7 +45,7 @@ def plan(
             raise ValueError(f"--device {device}: cpu, cuda or npu")
         shape, left, right = shape_of(model), settings.trainer(trainer), settings.rollout(rollout)
         train, serve = left.layout.layout, right.layout.layout
-        found = fit(shape, train, serve, family=families.of_device(device))
+        found = fit(shape, train, serve, family=held.of_device(device))
         bad = [finding for finding in found.findings if finding.level == "bad"]
         if bad:
 

@@ -15,11 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from tio_megatron.contract.findings import Finding, refuse
 from tio_megatron.integrations import handshake_files, releases, switch_names
 
 logger = logging.getLogger(__name__)
@@ -156,26 +158,24 @@ def wait_seconds() -> float:
     return value
 
 
-def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each worker whose record differs from that of most, and for each problem that a worker has itself."""
-    lines = [
-        f"{line}; give every worker the same packages and TIO_CONTRACT"
-        for line in unusual([{field: record[field] for field in COMPARED} for record in records], [who(record) for record in records])
-    ]
-    return lines + [f"{who(record)}: {line}" for record in records for line in record["problems"]]
+def differences(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """One finding for each worker whose record differs from that of most, and for each problem that a worker has itself."""
+    works = "give every worker the same packages and TIO_CONTRACT"
+    found = unusual([{field: record[field] for field in COMPARED} for record in records], [who(record) for record in records])
+    return [*(replace(one, works=works) for one in found), *(Finding(line, side=who(record)) for record in records for line in record["problems"])]
 
 
-def unusual(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """One line for each value that differs from what most ``records`` have in that field; of a list, what it has more and fewer.
+def unusual(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Finding]:
+    """One finding for each value that differs from what most ``records`` have in that field; of a list, what it has more and fewer.
 
     Args:
         records: one for each process.
         names: what to call the processes.
 
-    >>> unusual([{"a": 1}, {"a": 2}, {"a": 1}], ["rank 0", "rank 1", "rank 2"])
+    >>> [str(one) for one in unusual([{"a": 1}, {"a": 2}, {"a": 1}], ["rank 0", "rank 1", "rank 2"])]
     ['rank 1: a is 2, elsewhere 1']
     """
-    lines = []
+    found = []
     for field in dict.fromkeys(field for record in records for field in record):
         values = [record.get(field, "not there") for record in records]
         common = Counter(map(str, values)).most_common(1)[0][0]  # the first process's where two are equally common
@@ -185,10 +185,11 @@ def unusual(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
                 continue
             if isinstance(value, list) and isinstance(usual, list):
                 more, fewer = sorted(set(value) - set(usual)), sorted(set(usual) - set(value))
-                lines.append(f"{name}: other {field} than elsewhere (more: {', '.join(more) or 'none'}; fewer: {', '.join(fewer) or 'none'})")
+                why = f"other {field} than elsewhere (more: {', '.join(more) or 'none'}; fewer: {', '.join(fewer) or 'none'})"
+                found.append(Finding(why, side=name))
             else:
-                lines.append(f"{name}: {field} is {value}, elsewhere {usual}")
-    return lines
+                found.append(Finding(f"{field} is {value}, elsewhere {usual}", side=name))
+    return found
 
 
 def who(record: Mapping[str, Any]) -> str:
@@ -197,9 +198,7 @@ def who(record: Mapping[str, Any]) -> str:
 
 
 def _judged(records: list[dict[str, Any]], missing: list[str]) -> list[dict[str, Any]]:
-    lines = missing + (differences(records) if records else [])
-    if lines:
-        raise ValueError("tio_megatron is not in force in every worker:\n  " + "\n  ".join(lines))
+    refuse("tio_megatron is not in force in every worker", [*missing, *(differences(records) if records else [])])
     mine = records[0]
     logger.info("%d of %d workers: contract %s, %d symbols", len(records), len(records), mine["contract"], len(mine["symbols"]))
     return records

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tio_megatron.cli import app
+from tio_megatron.contract.findings import LEVELS
 from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.patching import author_of
-from tio_megatron.verify.doctor import examine, options, running, switches, worst
-from tio_megatron.verify.doctor.findings import LEVELS
+from tio_megatron.verify.doctor import examine, switches, worst
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,7 +47,7 @@ def test_a_variable_that_moves_an_order_is_named(device, name, value, level):
     assert clean == {"ok"}
     broken = {key: one for key, one in {**environ, name: value}.items() if one is not None}
     found = [finding for finding in switches.check(device, plugged=True, environ=broken) if finding.level != "ok"]
-    assert [(one.level, one.what.split()[0]) for one in found] == [(level, name)] and ": breaks: " in found[0].what and found[0].works
+    assert [(one.level, one.option) for one in found] == [(level, name)] and ": breaks: " in found[0].what and found[0].works
 
 
 def test_a_release_that_nobody_tested_is_named(monkeypatch):
@@ -72,7 +72,7 @@ def test_stock_runs_hear_more_than_plugged_ones():
 
 def test_every_variable_that_is_set_is_said_to_help_break_or_neither():
     environ = {"NCCL_ALGO": "Ring", "NCCL_MAX_NCHANNELS": "4", "NCCL_NVLS_ENABLE": "1", "NCCL_FANCY": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
-    said = {finding.what.split()[0]: finding for finding in switches.check("cuda", plugged=False, environ=environ)}
+    said = {finding.option or finding.what.split()[0]: finding for finding in switches.check("cuda", plugged=False, environ=environ)}
     assert ": helps: " in said["NCCL_ALGO"].what and ": neutral: " in said["NCCL_MAX_NCHANNELS"].what and ": breaks: " in said["NCCL_NVLS_ENABLE"].what
     assert "not known here" in said["NCCL_FANCY"].what and "NCCL_DEBUG" not in said
 
@@ -87,8 +87,8 @@ def test_the_verdict_on_an_npus_switch_is_what_a_start_does(name, value):
     from tio_megatron.integrations.ascend import switches as ascend
 
     environ = {} if value is None else {name: value}
-    found = {finding.what.split()[0]: finding for finding in switches.judged("npu", environ, plugged=True)}[name]
-    inside = {finding.what.split()[0]: finding for finding in switches.judged("npu", environ, plugged=True, started=True)}[name]
+    found = {finding.option: finding for finding in switches.judged("npu", environ, plugged=True)}[name]
+    inside = {finding.option: finding for finding in switches.judged("npu", environ, plugged=True, started=True)}[name]
     try:
         done = "note" if name in ascend.prepare(dict(environ)) else "ok"
     except ascend.SwitchError as error:
@@ -101,7 +101,7 @@ def test_doctor_and_start_agree_about_a_whole_environment():
     wrong = {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}
     assert [one.level for one in switches.judged("npu", wrong | {"OMP_NUM_THREADS": "1"}, plugged=True)][:5] == ["bad", "bad", "note", "note", "note"]
     unset = [*switches.judged("npu", {"OMP_NUM_THREADS": "1"}, plugged=True)]
-    assert worst(unset) == "note" and [one.what for one in unset][0].startswith("HCCL_DETERMINISTIC is unset: the start sets strict, before the process group")
+    assert worst(unset) == "note" and [one.what for one in unset][0].startswith("HCCL_DETERMINISTIC (unset): the start sets strict, before the process group")
     assert unset[-1].level == "ok" and unset[-1].what.startswith("no variable that moves an order on npu is set against it")
 
 
@@ -128,36 +128,6 @@ def test_variables_of_vllm_in_the_table_are_vllms():
 
     names = {switch.name for switch in SWITCHES if switch.name.startswith("VLLM_")}
     assert not names - set(vllm.envs.environment_variables)
-
-
-SOUND = {
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "bf16": True,
-}
-
-
-def test_options_the_contract_does_not_cover():
-    megatron = SOUND | {
-        "hidden_dropout": 0.1,
-        "fp8_format": "e4m3",
-        "moe_expert_capacity_factor": 1.0,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.01,
-        "use_precision_aware_optimizer": True,
-    }
-    named = [finding.what.split()[1] for finding in options.trainer(running.trainer("megatron-lm", megatron))]
-    wanted = ["fp8", "hidden_dropout", "moe_expert_capacity_factor", "moe_router_load_balancing_type", "use_precision_aware_optimizer"]
-    assert sorted(named) == wanted
-    sound = SOUND | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "lr": 0.1}
-    assert not [*options.trainer(running.trainer("megatron-lm", sound))]
-    vllm = {"quantization": "fp8", "pipeline_parallel_size": 2, "block_size": 16, "kv_cache_dtype": "fp8", "dtype": "half"}
-    assert len([*options.rollout(running.rollout("vllm", vllm))]) == 5
-    assert not [*options.rollout(running.rollout("vllm", {"block_size": 128, "dtype": "auto", "quantization": None}))]
 
 
 def test_the_worst_level_counts():

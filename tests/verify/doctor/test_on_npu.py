@@ -17,7 +17,7 @@ from tio_megatron.integrations import releases
 from tio_megatron.integrations.npu_switches import SWITCHES
 from tio_megatron.integrations.vllm.ascend import refusals
 from tio_megatron.kernels import npu_family
-from tio_megatron.verify.doctor import examine, families, fit, model_of, on_npu, running, settings, switches, versions
+from tio_megatron.verify.doctor import examine, fit, held, model_of, on_npu, running, settings, switches, versions
 
 CLEAN = {"OMP_NUM_THREADS": "1", "VLLM_ASCEND_ENABLE_NZ": "0"} | {switch.name: switch.value for switch in SWITCHES}
 SOUND = {"enforce_eager": True, "async_scheduling": False, "block_size": 128, "dtype": "bfloat16"}
@@ -78,16 +78,15 @@ def test_options_and_variables_have_one_verdict(checkpoint):
         refused, bad = started(arguments, environ, checkpoint=checkpoint), doctored(arguments, environ, checkpoint=checkpoint)
         assert len(bad) == len(refused), (arguments, environ, refused, bad)
         for line in refused:
-            why = line.partition(": ")[2].rpartition("; ")[0]
-            assert any(why in finding.what and finding.works for finding in bad), (line, bad)
+            assert any(line.why in finding.why and finding.works and line.option == finding.option for finding in bad), (line, bad)
         counts.add(len(refused))
     assert {0, 1, 2} <= counts or checkpoint == "float16"
 
 
 def test_a_server_with_nothing_said_is_refused_as_its_start_would():
     bad = doctored({}, CLEAN)
-    assert [finding.what.split()[1].rstrip(":") for finding in bad] == ["graphs", "async_scheduling"]
-    assert bad[1].works == "async_scheduling=False"
+    assert [finding.option.split()[0] for finding in bad] == ["graphs", "async_scheduling"]
+    assert bad[1].works == "use async_scheduling=False"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_the_recipe_is_taken_and_each_of_its_lines_is_needed(name, monkeypatch):
         (f"+{part}.engine_kwargs.vllm.async_scheduling=False", "async_scheduling"),
     ):
         assert line in words and said in bad([word for word in words if word != line])[0]
-    assert "block_size 64" in bad([word.replace("block_size=128", "block_size=64") for word in words])[0]
+    assert "block_size=64" in bad([word.replace("block_size=128", "block_size=64") for word in words])[0]
     found = examine(model="Qwen3-30B-A3B", trainer="tp2+ep8", rollout=shlex.join(words), device="npu").findings
     assert not [finding for finding in found if finding.level == "bad" and finding.what.startswith(("rollout", "VLLM_", "TIO_"))]
 
@@ -140,12 +139,12 @@ def test_a_family_runs_on_its_own_device_alone(monkeypatch):
             monkeypatch.setenv("TIO_CONTRACT", "0" if contract else text)
             found = [one for one in examine(contract=contract, device=device).findings if "its kernels run on" in one.what]
             assert [one.level for one in found] == ([] if family.device == device else ["bad"])
-            assert all(("--contract" if contract else "TIO_CONTRACT") in one.what and families.of_device(device) in one.works for one in found)
+            assert all(("--contract" if contract else "TIO_CONTRACT") in one.what and held.of_device(device) in one.works for one in found)
         assert not [one for one in examine(device=device, plugged=False).findings if "its kernels run on" in one.what]
     monkeypatch.delenv("TIO_CONTRACT")
     for device in ("cpu", "cuda", "npu"):
-        held = examine(model="Qwen3-30B-A3B", trainer="tp2+ep8", rollout="tp4+ep", device=device).fit.contract
-        assert FAMILIES[held.family].device == device
+        found = examine(model="Qwen3-30B-A3B", trainer="tp2+ep8", rollout="tp4+ep", device=device).fit.contract
+        assert FAMILIES[found.family].device == device
 
 
 def test_a_plan_writes_a_contract_of_the_devices_family(tmp_path):

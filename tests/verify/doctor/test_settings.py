@@ -25,14 +25,15 @@ def test_words():
     assert str(settings.rollout("tp2+ep").layout) == "TP 2 EP 2"
 
 
-def test_megatron_arguments_in_a_string_or_a_script(tmp_path):
-    script = tmp_path / "train it.sh"
-    script.write_text(
-        "#!/bin/bash\n# --tensor-model-parallel-size 16 is a comment\ntorchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py \\\n  "
-        + MEGATRON.replace(" --", " \\\n  --")
-    )
+def test_megatron_arguments_in_a_string_or_a_file(tmp_path):
+    words = tmp_path / "train it.args"
+    words.write_text("torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py " + MEGATRON.replace(" --", "\n  --"))
     assert str(settings.trainer(MEGATRON).layout) == "TP 4 EP 8 ETP 1 SP PP 2 CP 2"
-    assert str(settings.trainer(str(script)).layout) == "TP 4 EP 8 ETP 1 SP PP 2 CP 2 DP 2"
+    assert str(settings.trainer(str(words)).layout) == "TP 4 EP 8 ETP 1 SP PP 2 CP 2 DP 2"
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun pretrain_gpt.py {MEGATRON}")
+    with pytest.raises(ValueError, match="a script is not read; tio doctor --run -- bash .*train.sh"):
+        settings.trainer(str(script))
 
 
 def test_megatrons_defaults_are_megatrons():
@@ -86,7 +87,7 @@ def test_files_that_are_no_configuration(tmp_path):
         ("two.yaml", b"a: {tensor_model_parallel_size: 2}\nb: {tensor_model_parallel_size: 4}\n", "which one holds?"),
         ("list.yaml", b"- 1\n", "expected a mapping"),
         ("bad.json", b"{", "cannot be read"),
-        ("raw.sh", b"\xff\xfe--x", "cannot be read as text"),
+        ("raw.args", b"\xff\xfe--x", "cannot be read as text"),
         ("tagged.yaml", b"!!python/object/apply:os.system ['echo ran']\n", "cannot be read"),
         ("deep.json", b"[" * 100000, "cannot be read"),
     ):

@@ -71,13 +71,13 @@ def test_switches_that_differ(tmp_path, monkeypatch):
     assert "TIO_COLLECTIVE_SCHEDULE is unset in rank 0, 2, ring in rank 1" in finding.what
     notes = [finding.what for finding in of_workers(tmp_path).findings if finding.level == "note"]
     assert any("MKL_DYNAMIC is unset in rank 0, 2, true in rank 1" in what for what in notes) and not any("SOCKET" in what for what in notes)
-    assert any("rank 1: MKL_DYNAMIC is true: breaks" in what for what in notes)
+    assert any("rank 1: MKL_DYNAMIC='true': breaks" in what for what in notes)
 
 
 def test_a_switch_that_breaks_the_order_is_bad(tmp_path, monkeypatch):
     job(tmp_path, monkeypatch, lambda rank: one() | {"switches": {"VLLM_BATCH_INVARIANT": "1"}}, ranks=2)
     (finding,) = bad(tmp_path)
-    assert "every worker: VLLM_BATCH_INVARIANT is 1: breaks" in finding.what
+    assert "every worker: VLLM_BATCH_INVARIANT='1': breaks" in finding.what
 
 
 def test_two_jobs_in_one_folder_must_run_one_contract(tmp_path, monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
 from tio_megatron.integrations.deepspeed.norms import OVER_TENSOR, epsilon_of
-from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 
 _OFFLOADED = "an offloaded optimizer is DeepSpeed's own, with other roundings"
 _SCALED = "loss scaling is not in the contract; bf16 and fp32 need none"
@@ -45,6 +46,8 @@ GATE_RULES = (
 
 WIDE = 64
 """Elements of which torch's vectorised loops take no fewer at a time (two registers of 512 bits, of bf16); those of fp32 divide it."""
+
+_TYPES = "torch.bfloat16 or torch.float32 would work"
 
 OPTIMIZERS = ("adam", "adamw")
 """Names of optimizers in a configuration, in small letters."""
@@ -86,18 +89,19 @@ def check_inference(config: Any, model: nn.Module) -> None:
     Raises:
         ValueError: lists everything by name.
     """
-    lines = []
+    found = []
     if config.replace_with_kernel_inject:
-        lines.append("replace_with_kernel_inject=True: fused kernels have their own orders; False would work")
+        found.append(Finding("fused kernels have their own orders", "False would work", "replace_with_kernel_inject", True))
     if getattr(config.quant, "enabled", False) and str(config.dtype) == "torch.int8":
-        lines.append("dtype=torch.int8: quantized weights have no kernels; torch.bfloat16 or torch.float32 would work")
+        found.append(Finding("quantized weights have no kernels", _TYPES, "dtype", config.dtype))
     if config.dtype is not None and str(config.dtype) not in ("torch.bfloat16", "torch.float32", "torch.int8"):
-        lines.append(f"dtype={config.dtype}: only these element types have kernels; torch.bfloat16 or torch.float32 would work")
+        found.append(Finding("only these element types have kernels", _TYPES, "dtype", config.dtype))
     if config.checkpoint is not None:
-        lines.append("checkpoint: weights that arrive while layers are replaced; load them into the model before init_inference would work")
+        found.append(Finding("weights that arrive while layers are replaced", "load them into the model before init_inference would work", "checkpoint"))
     if any(type(module).__name__ == "MoE" for module in model.modules()):
-        lines.append("MoE layers in init_inference: their groups are built differently there; deepspeed.initialize and engine.eval() would work")
-    _refuse("deepspeed.init_inference", lines + list(_of_model(model, training=False, tp=1, strided=False)))
+        works = "deepspeed.initialize and engine.eval() would work"
+        found.append(Finding("their groups are built differently there", works, "MoE layers in init_inference"))
+    _refuse("deepspeed.init_inference", found + list(_of_model(model, training=False, tp=1, strided=False)))
 
 
 def check_layers(model: nn.Module) -> None:
@@ -109,127 +113,124 @@ def check_layers(model: nn.Module) -> None:
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce, TensorParallel_Layer
 
     ours = (LinearLayer, LinearAllreduce, LmHeadLinearAllreduce)
-    lines = []
+    found = []
     for name, module in model.named_modules():
+        kind = f"{name} is a {type(module).__name__}"
         if type(module).__name__ in ("VocabParallelLinear", "VocabParallelEmbedding"):
-            lines.append(f"{name} is a {type(module).__name__}: its loss has no fixed order here; tensor_parallel.vocab_parallel_lm_head: false would work")
+            found.append(Finding("its loss has no fixed order here", "tensor_parallel.vocab_parallel_lm_head: false would work", kind))
         elif isinstance(module, TensorParallel_Layer) and type(module) not in ours:
-            lines.append(f"{name} is a {type(module).__name__}: {', '.join(one.__name__ for one in ours)} have an order; leave it whole (partition_type: skip)")
+            found.append(Finding(f"{', '.join(one.__name__ for one in ours)} have an order", "leave it whole (partition_type: skip)", kind))
         elif type(module) in ours and len(set(module._partition_sizes)) != 1:
-            lines.append(
-                f"{name} is cut unevenly, {list(module._partition_sizes)}: its parts do not fall on leaves; a size that divides it would work, or a smaller "
-                "tp_grain_size"
-            )
+            works = "a size that divides it would work, or a smaller tp_grain_size"
+            found.append(Finding("its parts do not fall on leaves", works, f"{name} is cut unevenly, {list(module._partition_sizes)}"))
         for part, parameter in module.named_parameters(recurse=False):
             if getattr(parameter, OVER_TENSOR, False) and epsilon_of(module) is None:
-                lines.append(
-                    f"{name}.{part} is whole on every rank and sees a part of the heads, and {type(module).__name__} is no RMS norm that has an order here; "
-                    "tensor parallel size 1 would work"
-                )
-    _refuse("AutoTP", lines)
+                why = f"{name}.{part} is whole on every rank and sees a part of the heads, and {type(module).__name__} is no RMS norm that has an order here"
+                found.append(Finding(why, "tensor parallel size 1 would work"))
+    _refuse("AutoTP", found)
 
 
-def _refuse(what: str, lines: list[str]) -> None:
-    if lines:
-        raise ValueError(f"{what} cannot obey the contract:\n  " + "\n  ".join(lines))
+def _refuse(what: str, found: list[Finding]) -> None:
+    refuse(f"{what} cannot obey the contract", found)
 
 
-def _of_engine(engine: Any) -> Iterator[str]:
+def _of_engine(engine: Any) -> Iterator[Finding]:
     config, zero = engine._config, engine._config.zero_config
     if zero.stage == 0 and engine.bfloat16_enabled():
-        yield "zero_optimization.stage=0 with bf16: main weights would be another class's; stage 1 would work, on one rank too"
+        yield Finding("main weights would be another class's", "stage 1 would work, on one rank too", "zero_optimization.stage=0 with bf16")
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(getattr(zero, name), "device", None)
         if device is not None and str(getattr(device, "value", device)) != "none":
-            yield f"zero_optimization.{name}.device={getattr(device, 'value', device)!r}: {_OFFLOADED}; 'none' would work"
+            yield Finding(_OFFLOADED, "'none' would work", f"zero_optimization.{name}.device", getattr(device, "value", device))
     if zero.zenflow is not None:
-        yield f"zero_optimization.zenflow: {_OWN}; leaving it out would work"
+        yield Finding(_OWN, "leaving it out would work", "zero_optimization.zenflow")
     if config.hybrid_engine.enabled:
-        yield "hybrid_engine.enabled=True: it swaps in inference kernels; a second engine for sampling would work"
+        yield Finding("it swaps in inference kernels", "a second engine for sampling would work", "hybrid_engine.enabled", True)
     if config.expert_parallel_config is not None and getattr(config.expert_parallel_config, "enabled", False):
-        yield "expert_parallel (AutoEP): it replaces the model's experts with grouped kernels; deepspeed.moe.layer.MoE would work"
+        yield Finding("it replaces the model's experts with grouped kernels", "deepspeed.moe.layer.MoE would work", "expert_parallel (AutoEP)")
     if getattr(config.tensor_parallel_config, "vocab_parallel_lm_head", None):
-        yield "tensor_parallel.vocab_parallel_lm_head=True: its loss has no fixed order here; false would work, a row- or column-cut head too"
+        works = "false would work, a row- or column-cut head too"
+        yield Finding("its loss has no fixed order here", works, "tensor_parallel.vocab_parallel_lm_head", True)
     if engine.pipeline_parallelism:
-        yield "PipelineModule: the pipeline engine sums losses and tied weights itself; tensor, expert and data parallelism would work"
+        works = "tensor, expert and data parallelism would work"
+        yield Finding("the pipeline engine sums losses and tied weights itself", works, "PipelineModule")
     from deepspeed.utils import groups
 
     if groups._get_sequence_parallel_world_size() > 1:
-        yield "sequence parallelism (Ulysses): a micro-batch would be spread over ranks; sequence_parallel_size 1 would work"
+        yield Finding("a micro-batch would be spread over ranks", "sequence_parallel_size 1 would work", "sequence parallelism (Ulysses)")
     if engine.mpu is not None and engine.mpu is not groups:
-        yield "mpu: a model-parallel unit of your own cuts layers that DeepSpeed does not know; tensor_parallel.autotp_size would work"
+        why = "a model-parallel unit of your own cuts layers that DeepSpeed does not know"
+        yield Finding(why, "tensor_parallel.autotp_size would work", "mpu")
     if engine.client_optimizer is not None:
         yield from _of_client_optimizer(engine.client_optimizer)
     elif (name := engine.optimizer_name()) is not None and name.lower() not in OPTIMIZERS:
-        yield f"optimizer.type={name!r}: no other optimizer than Adam has a kernel; 'AdamW' or 'Adam' would work"
+        yield Finding("no other optimizer than Adam has a kernel", "'AdamW' or 'Adam' would work", "optimizer.type", name)
 
 
-def _of_client_optimizer(optimizer: Any) -> Iterator[str]:
+def _of_client_optimizer(optimizer: Any) -> Iterator[Finding]:
     from tio_megatron.layers.optimizer import Adam
 
     if not isinstance(optimizer, Adam):
-        yield (
-            f"optimizer={type(optimizer).__module__}.{type(optimizer).__name__}: its roundings depend on where a parameter is cut; "
-            "'optimizer': {'type': 'AdamW'} in the configuration would work, or tio_megatron.layers.optimizer.Adam"
-        )
+        works = "'optimizer': {'type': 'AdamW'} in the configuration would work, or tio_megatron.layers.optimizer.Adam"
+        name = f"optimizer={type(optimizer).__module__}.{type(optimizer).__name__}"
+        yield Finding("its roundings depend on where a parameter is cut", works, name)
 
 
-def _of_model(model: nn.Module, *, training: bool, tp: int, strided: bool) -> Iterator[str]:
+def _of_model(model: nn.Module, *, training: bool, tp: int, strided: bool) -> Iterator[Finding]:
     from deepspeed.moe.layer import MoE
 
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            lines = _of_moe(module) + (_of_moe_under(module, tp, strided) if tp > 1 else [])
-            yield from (f"{name or 'MoE'}: {line}" for line in lines)
+            found = _of_moe(module) + (_of_moe_under(module, tp, strided) if tp > 1 else [])
+            yield from (replace(finding, side=name or "MoE") for finding in found)
         if training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            yield f"{name}: dropout {module.p}: its random numbers depend on the rank; 0.0 would work"
+            yield Finding("its random numbers depend on the rank", "0.0 would work", f"dropout {module.p}", side=name)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            yield f"{name}: {type(module).__name__} mixes the samples of a rank; LayerNorm or RMSNorm would work"
+            yield Finding(f"{type(module).__name__} mixes the samples of a rank", "LayerNorm or RMSNorm would work", side=name)
         if training and isinstance(module, nn.Embedding) and module.sparse:
-            yield f"{name}: sparse gradients: {_OWN}; sparse=False would work"
+            yield Finding(_OWN, "sparse=False would work", "sparse gradients", side=name)
 
 
-def _of_moe(module: Any) -> list[str]:
+def _of_moe(module: Any) -> list[Finding]:
     gate = module.deepspeed_moe.gate
-    lines = broken(GATE_RULES, gate)
+    found = broken(GATE_RULES, gate)
     if gate.k == 2 and gate.top2_2nd_expert_sampling:
-        lines.append("top2_2nd_expert_sampling=True: the second expert would be drawn by random numbers of the rank; False would work")
+        found.append(Finding("the second expert would be drawn by random numbers of the rank", "False would work", "top2_2nd_expert_sampling", True))
     if module.deepspeed_moe.use_tutel:
-        lines.append("use_tutel=True: Tutel adds in its own order; False would work")
+        found.append(Finding("Tutel adds in its own order", "False would work", "use_tutel", True))
     if module.use_residual:
-        lines.append("use_residual=True: the residual's mixing is DeepSpeed's own; False would work")
-    return lines
+        found.append(Finding("the residual's mixing is DeepSpeed's own", "False would work", "use_residual", True))
+    return found
 
 
-def _of_moe_under(module: Any, tp: int, strided: bool) -> list[str]:
+def _of_moe_under(module: Any, tp: int, strided: bool) -> list[Finding]:
     """Before its groups are made, and after AutoTP has replaced layers."""
     from deepspeed.module_inject.layers import LinearLayer, TensorParallel_Layer
 
-    lines, layer = [], module.deepspeed_moe
+    found, layer = [], module.deepspeed_moe
     if strided:
-        lines.append("use_data_before_expert_parallelism under tensor parallelism: ranks with the same tokens would be in other groups; false would work")
+        name = "use_data_before_expert_parallelism under tensor parallelism"
+        found.append(Finding("ranks with the same tokens would be in other groups", "false would work", name))
     if isinstance(layer.gate.wg, TensorParallel_Layer):
-        lines.append("AutoTP cut the router (gate.wg): it scores a whole token; a tensor_parallel.partition_config that leaves it out would work")
+        works = "a tensor_parallel.partition_config that leaves it out would work"
+        found.append(Finding("it scores a whole token", works, "AutoTP cut the router (gate.wg)"))
     summed = [name for name, one in layer.experts.named_parameters() if getattr(one, OVER_TENSOR, False)]
     if summed:
-        lines.append(f"grad_allreduce on an expert's {summed[0]}: a norm inside an expert sees its whole width only where nobody cuts it; leave it out")
+        why = "a norm inside an expert sees its whole width only where nobody cuts it"
+        found.append(Finding(why, "leave it out", f"grad_allreduce on an expert's {summed[0]}"))
     if module.enable_expert_tensor_parallelism:
         odd = [(name, len(part.weight)) for name, part in layer.experts.named_modules() if isinstance(part, LinearLayer) and len(part.weight) % WIDE]
         if odd:
-            lines.append(
-                f"AutoTP cut an expert's {odd[0][0]} to {odd[0][1]} outputs: torch's elementwise functions end a tensor in other instructions, and where "
-                f"that is would depend on the cut; multiples of {WIDE} on each rank would work, or whole experts"
-            )
-        return lines
+            why = "torch's elementwise functions end a tensor in other instructions, and where that is would depend on the cut"
+            works = f"multiples of {WIDE} on each rank would work, or whole experts"
+            found.append(Finding(why, works, f"AutoTP cut an expert's {odd[0][0]} to {odd[0][1]} outputs"))
+        return found
     if module.ep_size % tp and module.ep_size > 1:
-        lines.append(
-            f"ep_size={module.ep_size} under tensor parallelism of {tp}: an expert-parallel group would hold some of the ranks with the same tokens, not all; "
-            f"1 or a multiple of {tp} would work, or enable_expert_tensor_parallelism=True with experts that are cut"
-        )
+        why = "an expert-parallel group would hold some of the ranks with the same tokens, not all"
+        works = f"1 or a multiple of {tp} would work, or enable_expert_tensor_parallelism=True with experts that are cut"
+        found.append(Finding(why, works, f"ep_size={module.ep_size} under tensor parallelism of {tp}"))
     cut = [name for name, part in layer.experts.named_modules() if isinstance(part, TensorParallel_Layer)]
     if cut:
-        lines.append(
-            f"AutoTP cut the experts ({cut[0]}), whose ranks see other tokens: enable_expert_tensor_parallelism=True would work, or a "
-            "tensor_parallel.partition_config that leaves experts out"
-        )
-    return lines
+        works = "enable_expert_tensor_parallelism=True would work, or a tensor_parallel.partition_config that leaves experts out"
+        found.append(Finding(f"AutoTP cut the experts ({cut[0]}), whose ranks see other tokens", works))
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
 
 _DROPS = "tokens would be dropped"
 _GROUPS = "group-limited routing is not in the contract"
@@ -46,37 +46,40 @@ MOE_RULES = (
 )
 
 
-def moe_refusals(config: TransformerConfig) -> list[str]:
-    """One line per option of ``config`` that an expert layer cannot obey, ``name=value: why; what would work``."""
-    lines = broken(MOE_RULES, config)
-    lines += _losses(config)
+def moe_refusals(config: TransformerConfig) -> list[Finding]:
+    """What is found of each option of ``config`` that an expert layer cannot obey."""
+    found = [*broken(MOE_RULES, config), *balancing(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, config.calculate_per_token_loss)]
     if config.moe_shared_expert_intermediate_size is not None:
-        lines += broken((Rule("moe_shared_expert_gate", OFF, "gated shared experts are not in the contract"),), config)
+        found += broken((Rule("moe_shared_expert_gate", OFF, "gated shared experts are not in the contract"),), config)
     if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or []):
-        lines.append("recompute_modules='moe_act': the activation is recomputed already; 'moe' would work")
-    return lines
+        found.append(Finding("the activation is recomputed already", "'moe' would work", "recompute_modules", "moe_act"))
+    return found
 
 
-def _losses(config: TransformerConfig) -> list[str]:
-    """Of the balancing: the sequence-wise loss alone is in the contract, and its scale is that of losses summed over tokens."""
-    kinds, value = _each(config.moe_router_load_balancing_type), config.moe_router_load_balancing_type
+def balancing(kind: Any, weight: Any, per_token_loss: bool) -> list[Finding]:
+    """Of the balancing: the sequence-wise loss alone is in the contract, and its scale is that of losses summed over tokens.
+
+    Args:
+        kind: ``moe_router_load_balancing_type``, one or a list.
+        weight: ``moe_aux_loss_coeff``, a number for each of them.
+        per_token_loss: ``calculate_per_token_loss``.
+    """
+    kinds, weights = _each(kind), _each(weight)
+    name, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     if "sinkhorn" in kinds:
-        return [f"moe_router_load_balancing_type={value!r}: routing by sinkhorn depends on the whole batch; 'seq_aux_loss' or 'none' would work"]
-    weights = _each(config.moe_aux_loss_coeff)
+        return [Finding("routing by sinkhorn depends on the whole batch", "'seq_aux_loss' or 'none' would work", name, kind)]
     if len(weights) != len(kinds):
-        return [f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: it must be one number for each of {kinds}; 0.0 for each would work"]
-    used = {kind: weight for kind, weight in zip(kinds, weights, strict=True) if kind != "none" and weight}
+        return [Finding(f"it must be one number for each of {kinds}", "0.0 for each would work", coefficient, weight)]
+    used = {one: number for one, number in zip(kinds, weights, strict=True) if one != "none" and number}
     other = sorted(set(used) - {"seq_aux_loss"})
     if other:
         why = f"the value of {other[0]} depends on the micro-batch" if other[0] == "aux_loss" else f"{other[0]} is not in the contract"
-        return [f"moe_router_load_balancing_type={value!r}: {why}; 'seq_aux_loss', or moe_aux_loss_coeff=0.0 for it, would work"]
-    if any(not 0.0 < weight < float("inf") for weight in used.values()):
-        return [f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: it must be a positive number; 0.01 or 0.0 would work"]
-    if used and not config.calculate_per_token_loss:
-        return [
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: with calculate_per_token_loss=False its share depends on the micro-batches; "
-            "calculate_per_token_loss=True would work"
-        ]
+        return [Finding(why, f"'seq_aux_loss', or {coefficient}=0.0 for it, would work", name, kind)]
+    if any(not 0.0 < number < float("inf") for number in used.values()):
+        return [Finding("it must be a positive number", "0.01 or 0.0 would work", coefficient, weight)]
+    if used and not per_token_loss:
+        why = "with calculate_per_token_loss=False its share depends on the micro-batches"
+        return [Finding(why, "calculate_per_token_loss=True would work", coefficient, weight)]
     return []
 
 
@@ -99,9 +102,7 @@ def refuse_moe(config: TransformerConfig) -> None:
     Raises:
         ValueError: lists every option that would have to change.
     """
-    lines = moe_refusals(config)
-    if lines:
-        raise ValueError("expert layers cannot obey the contract with these options:\n  " + "\n  ".join(lines))
+    refuse("expert layers cannot obey the contract with these options", moe_refusals(config))
 
 
 def _each(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
 
 _FSDP = "FSDP shards and reduces in its own way"
 _QUANTIZED = "quantized parameters have no kernels"
@@ -45,6 +45,9 @@ DDP_RULES = (
 )
 """Of ``DistributedDataParallelConfig``."""
 
+BF16_RULES = (Rule("grad_reduce_in_fp32", (True,), "gradients would be rounded to bf16 before they are added"),)
+"""Of the same, where a parameter is bf16."""
+
 
 def check_optimizer(config: Any) -> None:
     """Refuse an ``OptimizerConfig`` whose optimizer cannot obey the contract.
@@ -64,12 +67,11 @@ def check_ddp(config: Any, dtypes: Sequence[torch.dtype]) -> None:
     Raises:
         ValueError: lists every option by name, with what would work.
     """
-    lines = broken(DDP_RULES, config)
+    found = broken(DDP_RULES, config)
     if any(dtype != torch.float32 for dtype in dtypes):
-        lines += broken((Rule("grad_reduce_in_fp32", (True,), "gradients would be rounded to bf16 before they are added"),), config)
-    _refuse("data parallelism", lines)
+        found += broken(BF16_RULES, config)
+    _refuse("data parallelism", found)
 
 
-def _refuse(what: str, lines: list[str]) -> None:
-    if lines:
-        raise ValueError(f"{what} cannot obey the contract with these options:\n  " + "\n  ".join(lines))
+def _refuse(what: str, found: list[Finding]) -> None:
+    refuse(f"{what} cannot obey the contract with these options", found)

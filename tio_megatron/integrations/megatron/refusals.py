@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tio_megatron.contract import Contract, Layout, ModelShape
+from tio_megatron.contract import Contract, Layout, LayoutProblem, ModelShape
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse, verdict
 from tio_megatron.integrations.megatron.moe_spec import moe_refusals
-from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
 from tio_megatron.integrations.megatron.versions import FULL, release
 from tio_megatron.integrations.mindspeed.refusals import mindspeed_refusals
 
@@ -94,9 +94,9 @@ def check_early(config: TransformerConfig) -> None:
     """
     lines = broken(QUANTIZED, config)
     if release().wants_slices and min(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1 and not config.sequence_parallel:
-        lines.append(f"sequence_parallel=False: megatron-core {release().version} refuses it with TP and EP; True, or megatron-core {FULL}, would work")
-    if lines:
-        raise ValueError("this configuration cannot run under the contract:\n  " + "\n  ".join(lines))
+        why = f"megatron-core {release().version} refuses it with TP and EP"
+        lines.append(Finding(why, f"True, or megatron-core {FULL}, would work", "sequence_parallel", False))
+    refuse("this configuration cannot run under the contract", lines)
 
 
 def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Contract, vocab: int) -> None:
@@ -115,23 +115,20 @@ def check(config: TransformerConfig, arguments: Mapping[str, Any], contract: Con
     if config.context_parallel_size > 1:
         lines += broken(CONTEXT_RULES, config)
     if config.num_moe_experts:
-        named = {line.partition("=")[0] for line in lines}
-        lines += [line for line in moe_refusals(config) if line.partition("=")[0] not in named]
+        named = {finding.option for finding in lines}
+        lines += [finding for finding in moe_refusals(config) if finding.option not in named]
     lines += mindspeed_refusals(config) + unknown_options(config)
-    if not lines:
-        lines += list(_misfits(config, contract, vocab))
-    if lines:
-        raise ValueError("this model cannot run under the contract:\n  " + "\n  ".join(lines))
+    verdict("this model cannot run under the contract", lines or _misfits(config, contract, vocab))
 
 
-def unknown_options(config: TransformerConfig) -> list[str]:
-    """One line per option that is on and that only a release after the fully supported one has: what it changes was not looked at."""
+def unknown_options(config: TransformerConfig) -> list[Finding]:
+    """One finding per option that is on and that only a release after the fully supported one has: what it changes was not looked at."""
     why = f"megatron-core {release().version} has this option and {FULL} does not, so it was not looked at"
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return broken(tuple(Rule(option, (defaults[option],), why) for option in release().new_options), config)
 
 
-def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Iterator[str]:
+def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Iterator[LayoutProblem]:
     """Products whose cut does not fall on leaves. How layers are spread over pipeline stages is megatron-core's own affair."""
     tp = config.tensor_model_parallel_size
     layout = Layout(
@@ -153,5 +150,4 @@ def _misfits(config: TransformerConfig, contract: Contract, vocab: int) -> Itera
         top_k=config.moe_router_topk if config.num_moe_experts else 0,
         moe_ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if config.num_moe_experts else 0,
     )
-    for problem in contract.problems(layout, shape):
-        yield str(problem)
+    yield from contract.problems(layout, shape)

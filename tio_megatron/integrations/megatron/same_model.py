@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tio_megatron.contract.findings import refuse
 from tio_megatron.integrations import handshake
 
 
@@ -26,6 +27,4 @@ def require(config: Any) -> None:
     """
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, facts(config))
-    lines = handshake.unusual(everyone, [f"rank {rank}" for rank in range(len(everyone))])
-    if lines:
-        raise ValueError("ranks run different models, so their numbers would differ:\n  " + "\n  ".join(lines))
+    refuse("ranks run different models, so their numbers would differ", handshake.unusual(everyone, [f"rank {rank}" for rank in range(len(everyone))]))

@@ -7,7 +7,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.integrations.megatron.rules import OFF, Rule, broken
+from tio_megatron.contract import findings
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,19 @@ def implied(args: Any) -> list[str]:
     return [one.flag for one in IMPLIED if getattr(args, one.option, None) == one.value]
 
 
+def of_optimizer(args: Any) -> list[Finding]:
+    """What the optimizer and data parallelism would be refused for when they are built, which a dry run does not reach.
+
+    Args:
+        args: as Megatron-LM's own checks leave them.
+    """
+    from tio_megatron.integrations.megatron.optimizer_refusals import BF16_RULES, DDP_RULES, OPTIMIZER_RULES
+
+    renamed = {name.removeprefix("ddp_"): value for name, value in vars(args).items() if name.startswith("ddp_")}
+    ddp = {**vars(args), **renamed, "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32}
+    return broken(OPTIMIZER_RULES, args) + broken(DDP_RULES, ddp) + (broken(BF16_RULES, ddp) if args.bf16 else [])
+
+
 def refuse(args: Any) -> None:
     """Refuse what a script cannot do under the contract.
 
@@ -73,8 +87,8 @@ def refuse(args: Any) -> None:
     Raises:
         ValueError: lists every option by name.
     """
-    lines = broken(SCRIPT_RULES, args)
+    found = broken(SCRIPT_RULES, args)
     if getattr(args, "transformer_impl", "local") == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
-        lines.append("transformer_impl='transformer_engine': Transformer Engine is not installed; 'local' (or nothing) would work, with the same bytes")
-    if lines:
-        raise ValueError("this run cannot obey the contract with these options:\n  " + "\n  ".join(lines))
+        works = "'local' (or nothing) would work, with the same bytes"
+        found.append(Finding("Transformer Engine is not installed", works, "transformer_impl", "transformer_engine"))
+    findings.refuse("this run cannot obey the contract with these options", found)

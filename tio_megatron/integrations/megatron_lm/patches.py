@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tio_megatron.contract.findings import dry_run, verdict
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron_lm import yaml_files
-from tio_megatron.integrations.megatron_lm.defaults import implied, imply, refuse
+from tio_megatron.integrations.megatron_lm.defaults import implied, imply, of_optimizer, refuse
 from tio_megatron.integrations.megatron_lm.options import add_options
 from tio_megatron.integrations.patching import Patch
 
@@ -65,6 +66,8 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate(args: Any, *more: Any, **named: Any) -> Any:
         refuse(args)
         args = original(args, *more, **named)
+        if dry_run() and (found := of_optimizer(args)):  # of the rest the model's build says the verdict
+            verdict("this run cannot obey the contract with these options", found)
         if args.rank == 0:
             for line in _announcement(args):
                 print(f"tio_megatron: {line}", flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tio_megatron.contract.environment import VARIABLE as CONTRACT
 from tio_megatron.contract.environment import Setting, from_environment, read
+from tio_megatron.contract.findings import dry_run, unjudged
 from tio_megatron.integrations.megatron_lm.options import OFF, Options, read_options
 from tio_megatron.integrations.megatron_lm.patches import stock_patches
 from tio_megatron.integrations.patching import PatchSet
@@ -81,6 +82,8 @@ def switch_on(arguments: Sequence[str], *, wanted: bool = False) -> Setting | No
         from tio_megatron.integrations.megatron.apply import apply
 
         apply(setting.contract, vocab_size=setting.vocab_size)
+    elif dry_run():
+        unjudged(f"{CONTRACT} names no contract")
     elif options != Options():
         _stock.on()
     return setting

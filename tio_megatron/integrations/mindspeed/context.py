@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.contract.findings import Finding
 from tio_megatron.integrations.mindspeed import manager
 
 
@@ -36,18 +37,18 @@ WAYS = (
 )
 
 
-def refusals(config: Any) -> list[str]:
-    """One line if ``config``, or the arguments that MindSpeed reads now, cut sequences in another way than the contract."""
+def refusals(config: Any) -> list[Finding]:
+    """What is found if ``config``, or the arguments that MindSpeed reads now, cut sequences in another way than the contract."""
     if not manager.present() or config.context_parallel_size < 2:
         return []
-    lines = (refusal(getattr(source, "context_parallel_algo", None)) for source in (config, manager.arguments()))
-    return [line for line in lines if line is not None][:1]
+    found = (refusal(getattr(source, "context_parallel_algo", None)) for source in (config, manager.arguments()))
+    return [finding for finding in found if finding is not None][:1]
 
 
-def refusal(algorithm: str | None) -> str | None:
-    """One line if a value of ``context_parallel_algo`` (None: its default) cuts sequences in another way than the contract.
+def refusal(algorithm: str | None) -> Finding | None:
+    """What is found if a value of ``context_parallel_algo`` (None: its default) cuts sequences in another way than the contract.
 
-    >>> refusal("ulysses_cp_algo").partition(";")[0]
+    >>> refusal("ulysses_cp_algo").what
     "context_parallel_algo='ulysses_cp_algo': it cuts a sequence in cp slices, one after another"
     """
     name = algorithm or "megatron_cp_algo"
@@ -55,4 +56,4 @@ def refusal(algorithm: str | None) -> str | None:
     if way is not None and way.taken:
         return None
     cut = "an unknown cut" if way is None else f"it cuts a sequence in {way.cut}"
-    return f"context_parallel_algo={name!r}: {cut}; {_RING}"
+    return Finding(cut, _RING, "context_parallel_algo", name)

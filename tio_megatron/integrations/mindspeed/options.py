@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tio_megatron.integrations.megatron.rules import OFF, Rule
+from tio_megatron.contract.findings import OFF, Finding, Rule
 
 Verdict = Literal["harmless", "mapped", "refused"]
 
@@ -33,8 +33,8 @@ class Option:
     works: tuple[Any, ...] | None = None
     asked: bool = False
 
-    def broken_by(self, source: Any) -> str | None:
-        """One line if ``source`` (arguments, or a configuration that MindSpeed has put them in) has a value that is not taken."""
+    def broken_by(self, source: Any) -> Finding | None:
+        """What is found if ``source`` (arguments, or a configuration that MindSpeed has put them in) has a value that is not taken."""
         return None if self.works is None else Rule(self.name, self.works, self.why).broken_by(source)
 
 
@@ -140,26 +140,26 @@ OPTIONS: tuple[Option, ...] = (
 NAMES = {option.name: option for option in OPTIONS}
 
 
-def problems(*sources: Any) -> list[str]:
-    """One line for every option of MindSpeed that a contract cannot obey; the first source that breaks a rule is quoted.
+def problems(*sources: Any) -> list[Finding]:
+    """What is found of every option of MindSpeed that a contract cannot obey; the first source that breaks a rule is quoted.
 
     Args:
         sources: a model's configuration, and the arguments that MindSpeed reads.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Finding] = {}
     for source in sources:
         for option in OPTIONS:
-            line = option.broken_by(source)
-            if line is not None:
-                found.setdefault(option.name, line)
+            finding = option.broken_by(source)
+            if finding is not None:
+                found.setdefault(option.name, finding)
     return list(found.values())
 
 
-def unknown(source: Any, defaults: Any) -> Iterator[str]:
-    """One line for every option of ``defaults`` that the table does not know and that ``source`` has changed."""
+def unknown(source: Any, defaults: Any) -> Iterator[Finding]:
+    """What is found of every option of ``defaults`` that the table does not know and that ``source`` has changed."""
     for name, default in vars(defaults).items():
         if name not in NAMES and getattr(source, name, default) != default:
-            yield f"{name}={getattr(source, name)!r}: an option of MindSpeed that is not known here; {default!r} would work"
+            yield Finding("an option of MindSpeed that is not known here", f"{default!r} would work", name, getattr(source, name))
 
 
 def rows(verdict: Verdict, options: Iterable[Option] = OPTIONS) -> list[Option]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
 from tio_megatron.contract.strict_json import read_json
-from tio_megatron.integrations.megatron.rules import OFF, Rule
 
-_ALONE = "the {side} alone would be another model; leave it out, or change config.json, which both sides read"
+TREE = "actor_rollout_ref"
+_ALONE, _BOTH = "the {side} alone would be another model", "leave it out, or change config.json, which both sides read"
 _HARMLESS = re.compile(r"_?attn_implementation|freeze_moe_router|moe_config|max_position_embeddings|\w+_token_id|torch_dtype|dtype")
 """Of ``model.override_config``: what only classes of transformers read, a bound, a token's number, or what is trained (``moe_config`` is older verl's, and read
 no more). The element type is ``actor.megatron.dtype``'s."""
@@ -71,14 +73,12 @@ def check_overrides(before: Mapping[str, Any], after: Any) -> None:
     Raises:
         ValueError: lists the fields.
     """
-    lines = [
-        f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}={getattr(after, name)!r}: the model's config.json says {value!r}, and vLLM reads "
-        "that; leave it out, or change config.json"
+    place, works = f"{TREE}.actor.megatron.override_transformer_config", "leave it out, or change config.json"
+    _refuse(
+        Finding(f"the model's config.json says {value!r}, and vLLM reads that", works, f"{place}.{name}", getattr(after, name))
         for name, value in before.items()
         if getattr(after, name) != value
-    ]
-    if lines:
-        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+    )
 
 
 def check(config: Mapping[str, Any], role: str) -> None:
@@ -91,17 +91,20 @@ def check(config: Mapping[str, Any], role: str) -> None:
     Raises:
         ValueError: lists everything by the name under which verl takes it.
     """
-    if lines := problems(config, role):
-        raise ValueError("verl cannot obey the contract:\n  " + "\n  ".join(lines))
+    _refuse(problems(config, role))
 
 
-def problems(config: Mapping[str, Any], role: str, said: Mapping[str, Any] | None = None) -> list[str]:
-    """One line for each thing that :func:`check` refuses; ``said``: of :func:`other_model`."""
-    lines = [line for side in ("actor", "ref") if side in role for line in _broken(SIDE_RULES, config, side)]
-    lines += [*_broken(MODEL_RULES, config, "model"), *_one_model(config, said)]
+def _refuse(found: Iterable[Finding]) -> None:
+    refuse("verl cannot obey the contract", found)
+
+
+def problems(config: Mapping[str, Any], role: str, said: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Each thing that :func:`check` refuses; ``said``: of :func:`other_model`."""
+    found = [finding for side in ("actor", "ref") if side in role for finding in _broken(SIDE_RULES, config, side)]
+    found += [*_broken(MODEL_RULES, config, "model"), *_one_model(config, said)]
     if "rollout" in role:
-        lines += [*_broken(ROLLOUT_RULES, config, "rollout"), *_raw(config)]
-    return lines
+        found += [*_broken(ROLLOUT_RULES, config, "rollout"), *_raw(config)]
+    return found
 
 
 def other_model(config: Mapping[str, Any], said: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -131,23 +134,23 @@ def _config_json(folder: Any) -> Mapping[str, Any]:
     return held if isinstance(held, Mapping) else {}
 
 
-def _one_model(config: Mapping[str, Any], said: Mapping[str, Any] | None) -> Iterator[str]:
+def _one_model(config: Mapping[str, Any], said: Mapping[str, Any] | None) -> Iterator[Finding]:
     """What one side alone would read in the place of the model's config.json."""
     laid = _laid(config)
     if not isinstance(laid, Mapping):
-        yield f"actor_rollout_ref.model.override_config={laid!r}: a mapping of settings is read; leave it out"
+        yield Finding("a mapping of settings is read", "leave it out", f"{TREE}.model.override_config", laid)
     for name, value in other_model(config, said).items():
-        yield f"actor_rollout_ref.model.override_config.{name}={value!r}: {_ALONE.format(side='trainer')}"
+        yield Finding(_ALONE.format(side="trainer"), _BOTH, f"{TREE}.model.override_config.{name}", value)
     path, other = _asked(config, "model.path", None), _asked(config, "model.hf_config_path", None)
     if other is not None and str(other).rstrip("/") != str(path).rstrip("/"):
-        yield f"actor_rollout_ref.model.hf_config_path={other!r}: the trainer would read another config.json than vLLM; leave it out"
+        yield Finding("the trainer would read another config.json than vLLM", "leave it out", f"{TREE}.model.hf_config_path", other)
     given = _asked(config, "rollout.engine_kwargs.vllm", None)
     for name in given if isinstance(given, Mapping) else ():
         if _vllms(name) in ("hf_overrides", "hf_config_path") and given[name]:
-            yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={given[name]!r}: {_ALONE.format(side='rollout')}"
+            yield Finding(_ALONE.format(side="rollout"), _BOTH, f"{TREE}.rollout.engine_kwargs.vllm.{name}", given[name])
 
 
-def _raw(config: Mapping[str, Any]) -> Iterator[str]:
+def _raw(config: Mapping[str, Any]) -> Iterator[Finding]:
     """verl lays ``engine_kwargs`` over the arguments that it makes of its own settings."""
     temperature = _asked(config, "rollout.temperature", 1.0)
     modes = [("logprobs_mode", _asked(config, "rollout.logprobs_mode", None))]
@@ -159,10 +162,9 @@ def _raw(config: Mapping[str, Any]) -> Iterator[str]:
     ]
     for name, mode in modes[-1:]:
         if mode not in ("processed_logprobs", None) and not (mode == "raw_logprobs" and temperature == 1):
-            yield (
-                f"actor_rollout_ref.rollout.{name}={mode!r} at temperature {temperature}: the trainer divides its logits by the temperature; "
-                "'processed_logprobs' would work, or 'raw_logprobs' at temperature 1"
-            )
+            works = "'processed_logprobs' would work, or 'raw_logprobs' at temperature 1"
+            why = f"the temperature is {temperature}, and the trainer divides its logits by it"
+            yield Finding(why, works, f"{TREE}.rollout.{name}", mode)
 
 
 def _vllms(name: Any) -> str:
@@ -170,9 +172,9 @@ def _vllms(name: Any) -> str:
     return str(name).lstrip("-").replace("-", "_").partition(".")[0]
 
 
-def _broken(rules: tuple[Rule, ...], config: Mapping[str, Any], side: str) -> list[str]:
-    lines = (rule.broken_by({rule.option: _asked(config, f"{side}.{rule.option}", rule.works[0])}) for rule in rules)
-    return [f"actor_rollout_ref.{side}.{line}" for line in lines if line is not None]
+def _broken(rules: tuple[Rule, ...], config: Mapping[str, Any], side: str) -> list[Finding]:
+    asked = {rule.option: _asked(config, f"{side}.{rule.option}", rule.works[0]) for rule in rules}
+    return [replace(finding, option=f"{TREE}.{side}.{finding.option}") for finding in broken(rules, asked)]
 
 
 def _asked(config: Any, path: str, missing: Any) -> Any:

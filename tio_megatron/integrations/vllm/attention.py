@@ -11,7 +11,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
-from tio_megatron.integrations.vllm.refusals import BLOCK
+from tio_megatron.integrations.vllm.refused_options import BLOCK
 from tio_megatron.kernels.attention import attention_paged, write_pages
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.contract.environment import read
+from tio_megatron.contract.findings import verdict
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.patching import Patch, PatchSet
 from tio_megatron.integrations.vllm import in_force, refusals
@@ -24,8 +25,7 @@ def refuse_early(stock: Callable[..., Any]) -> Callable[..., Any]:
         contract = read(given).contract if given is not None else in_force.active() if in_force.is_active() else None
         config = stock(self, *args, **kwargs)
         if contract is not None:
-            refusals.check(config, contract)
-            refusals.check_dtype(self.dtype, config)
+            verdict("tio_megatron does not cover", [*refusals.problems(config, contract), *refusals.other_dtype(self.dtype, config)])
         return config
 
     return create_engine_config

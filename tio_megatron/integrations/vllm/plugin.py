@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.contract import Contract
-from tio_megatron.contract.environment import from_environment
+from tio_megatron.contract.environment import VARIABLE, from_environment
+from tio_megatron.contract.findings import unjudged
 from tio_megatron.integrations.vllm import in_force
 from tio_megatron.integrations.vllm.in_force import MODELS, active, is_active
 
@@ -29,7 +30,9 @@ def register() -> None:
         ImportError: vLLM or torch has another version than the supported one.
     """
     setting = from_environment()
-    if setting is not None:
+    if setting is None:
+        unjudged(f"{VARIABLE} names no contract")
+    else:
         activate(setting.contract)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tio_megatron import kernels
+from tio_megatron.contract.findings import refuse
 from tio_megatron.integrations import handshake, handshake_files
 from tio_megatron.integrations.vllm import in_force
 
@@ -106,9 +107,7 @@ def all_workers(llm: Any, seconds: float = SECONDS) -> list[dict[str, Any]]:
             "tio_megatron did not load in the workers of this engine: set TIO_CONTRACT in their environment (and leave tio_megatron in VLLM_PLUGINS, if that "
             "is set), or start the engine with tio_megatron.integrations.vllm.engine_options(...)"
         ) from error
-    lines = handshake.differences(found)
-    if lines:
-        raise ValueError("tio_megatron is not in force in every worker:\n  " + "\n  ".join(lines))
+    refuse("tio_megatron is not in force in every worker", handshake.differences(found))
     return found
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment, read
+from tio_megatron.contract.findings import Finding, worst
+from tio_megatron.contract.messages import named, shown
 from tio_megatron.verify.doctor import (
     between,
     coverage,
-    families,
     fits,
-    mindspeed,
     on_npu,
     options,
     settings,
@@ -23,12 +22,10 @@ from tio_megatron.verify.doctor import (
     stock,
     switches,
     symbols,
-    variables,
-    verl_start,
+    verl,
     versions,
 )
 from tio_megatron.verify.doctor import held as held_by
-from tio_megatron.verify.doctor.findings import Finding, worst
 from tio_megatron.verify.doctor.fits import Fit, fit
 from tio_megatron.verify.doctor.models import model_of, shape_of
 
@@ -53,6 +50,7 @@ def examine(
     plugged: bool = True,
     training: bool = True,
     modules: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Examined:
     """Everything that can be known before a run.
 
@@ -66,14 +64,21 @@ def examine(
         plugged: under the contract; False looks at stock packages.
         training: the trainer computes gradients too.
         modules: imported first, in order; see :mod:`.symbols`.
+        environ: of the run's processes; that of this process by default.
 
     Raises:
         ValueError: input that cannot be read, or only one of two things that need each other.
     """
-    found: list[Finding] = [*versions.check(device=device if plugged else "cpu"), *switches.check(device, plugged=plugged), *symbols.check(modules)]
-    held, source = _contract(contract, plugged)
+    found: list[Finding] = [
+        *versions.check(device=device if plugged else "cpu"),
+        *switches.check(device, plugged=plugged, environ=environ),
+        *symbols.check(modules),
+    ]
+    held, source = _contract(contract, plugged, environ)
+    if plugged and environ is not None and environ.get(VARIABLE) == "0":
+        found.append(Finding("the packages are left stock", f"{VARIABLE}=1; or --stock for stock packages", VARIABLE, "0", topic="contract"))
     if held is not None and plugged:
-        found += families.check(held, device, source)
+        found += held_by.runs_on(held, device, source)
     given = [name for name, value in (("--model", model), ("--trainer", trainer), ("--rollout", rollout)) if value is None]
     if len(given) == 3:
         return Examined(tuple(found))
@@ -82,45 +87,54 @@ def examine(
     known = model_of(model)
     left, right = settings.trainer(trainer), settings.rollout(rollout)
     if plugged:
-        named = [one for one in (held_by.of_trainer(left.running), held_by.of_rollout(right.running)) if one is not None]
-        found += held_by.judge(named, held, source, device)
-        held = next((one.contract for one in named if one.contract is not None), held)
-    result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=families.of_device(device))
+        theirs = [one for one in (held_by.of_trainer(left.running), held_by.of_rollout(right.running)) if one is not None]
+        found += held_by.judge(theirs, held, source, device)
+        held = next((one.contract for one in theirs if one.contract is not None), held)
+    result = fits.fit(known.shape, left.layout.layout, right.layout.layout, contract=held, training=training, family=held_by.of_device(device))
+    found += between.check(left.running, right.running, known)
     if plugged:
-        found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known.dtype, known.positions), *_engine(device)]
-        found += mindspeed.trainer(left.running)
+        found += [*options.trainer(left.running, training=training), *options.rollout(right.running, known), *_engine(device)]
+        found += verl.check(left.running, right.running, known)
         if device == "npu":
-            found += on_npu.rollout(right.running, known.dtype, os.environ)
+            found += on_npu.rollout(right.running, known.dtype, os.environ if environ is None else environ)
     else:
         found += stock.check(left.running, right.running)
-    judged = {_option(finding.what) for finding in found}
-    found += [one for one in between.check(left.running, right.running, known) if _option(one.what) not in judged]
-    unheard = coverage.check(left.running, right.running, device if plugged else "cpu", plugged=plugged)
-    found += [
-        *sources.check(left.running, right.running, model, known.said),
-        *unheard,
-        *variables.taken(left, right),
-        *variables.holes(left, right),
-        *result.findings,
-    ]
-    found = list(variables.judge(left.running, right.running, found, {"trainer": left.holes, "rollout": right.holes}))
-    if plugged:
-        found = [*verl_start.judge(left.running, right.running, found, known), *verl_start.of_ref(left.running, known)]
-    return Examined(tuple(found), result)
+    found += [*sources.check(left.running, right.running, model, known.said), *coverage.check(left.running, right.running, device, plugged=plugged)]
+    holes = [*dict.fromkeys((*left.holes, *right.holes))]
+    found += [Finding("not judged: it may hold options", "write them out", shown(word), level="unknown") for word in holes]
+    if holes:  # sizes and defaults may stand there
+        doubt = f"more may stand in {named(holes, most=3)}"
+        found = [replace(f, level="unknown", works=f"{f.works}; {doubt}" if f.works else doubt) if f.origin and f.level == "bad" else f for f in found]
+    return Examined(tuple(once([*found, *result.findings])), result)
 
 
-def _contract(given: str | None, plugged: bool) -> tuple[Contract | None, str]:
+def once(found: Sequence[Finding]) -> Iterator[Finding]:
+    """Of what several tables say of one option: the first that is bad, else the first that could not tell; notes all."""
+    worst_of: dict[tuple[str, str], Finding] = {}
+    for finding in found:
+        if finding.option and finding.topic == "options" and finding.level in ("bad", "unknown"):
+            before = worst_of.setdefault(_about(finding), finding)
+            if before.level == "unknown" and finding.level == "bad":
+                worst_of[_about(finding)] = finding
+    for finding in found:
+        if _about(finding) not in worst_of or finding.level in ("ok", "note") or finding is worst_of[_about(finding)] or finding.topic != "options":
+            yield finding
+
+
+def _about(finding: Finding) -> tuple[str, str]:
+    """The side and the name that all tables give an option; verl writes it below the side's part of its tree."""
+    *way, name = finding.option.split(".")
+    name = name.replace("-", "_")
+    side = next((side for part, side in (("actor", "trainer"), ("rollout", "rollout"), ("ref", "ref")) if part in way[1:2]), finding.side)
+    return side, finding.option if name in ("enable", "mode", "rank") else name
+
+
+def _contract(given: str | None, plugged: bool, environ: Mapping[str, str] | None) -> tuple[Contract | None, str]:
     """The contract that is named, and by whom; None where nobody names one."""
     if given is not None:
         return read(given).contract, "--contract"
-    found = from_environment() if plugged else None
+    found = from_environment(environ) if plugged else None
     return (None, "") if found is None else (found.contract, VARIABLE)
-
-
-def _option(what: str) -> str:
-    """``trainer: window_size`` of a finding about one option, which two tables may know; else all of it."""
-    found = re.match(r"(trainer: \w+) = ", what)
-    return found[1] if found else what
 
 
 def of_workers(folder: Path, device: str = "cpu", contract: str | None = None) -> Examined:
@@ -137,9 +151,4 @@ def of_workers(folder: Path, device: str = "cpu", contract: str | None = None) -
 def _engine(device: str) -> Iterator[Finding]:
     """Whether vLLM's plug-in has layers for ``device``."""
     if device == "cuda":
-        yield Finding(
-            "bad",
-            options.TOPIC,
-            "rollout: the vLLM plug-in has layers for CPUs and Ascend NPUs, none for GPUs",
-            "--device cpu or npu; --stock for stock packages",
-        )
+        yield Finding("the vLLM plug-in has layers for CPUs and Ascend NPUs, none for GPUs", "--device cpu or npu; --stock for stock packages", side="rollout")

@@ -1,24 +1,20 @@
-"""Command lines and launch scripts, cut into options. Nothing is run."""
+"""Command lines, cut into options as the engine's own parser would. Nothing is run."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from tio_megatron.contract.strict_yaml import read_yaml
-from tio_megatron.verify.doctor.megatron_switches import is_switch
-
-LISTS = ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_modules", "moe_layer_freq", "window_size")
-"""Arguments that take several words."""
+from tio_megatron.integrations.option_facts import Flag, options
 
 
 def split(text: str, source: str) -> list[str]:
-    """The words of a command line or of a script without comments (:func:`.shell_words.literal`).
+    """The words of a command line.
 
     Raises:
         ValueError: a quotation that does not end.
@@ -29,55 +25,56 @@ def split(text: str, source: str) -> list[str]:
         raise ValueError(f"{source}: cannot be split into arguments ({error})") from error
 
 
-def arguments(words: Sequence[str], short: Mapping[str, str] = MappingProxyType({}), *, script: bool = False) -> dict[str, Any]:
-    """``--name value``, ``--name=value`` and ``--flag``; of a script, everything that looks so. The last of a repeated name holds, as in argparse.
+def arguments(words: Sequence[str], engine: str) -> dict[str, Any]:
+    """Options by the names that the engine's parser gives them; the last of a repeated option holds. What it does not know keeps its own name.
 
     Args:
         words: as the shell cuts them.
-        short: options with one dash, by what they are short for. Without any, words with one dash are left alone.
-        script: other programs are called too: their words with one dash are no options, and those in front of ``vllm`` are other programs'.
+        engine: ``megatron-lm`` or ``vllm``.
     """
-    found: dict[str, Any] = {}
-    begin = next((i for i, word in enumerate(words) if "vllm" in word and word[0] != "-" and (i == 0 or not words[i - 1].startswith("--"))), 0)
-    for index, word in enumerate(words):
-        if not re.match(r"--[A-Za-z]", word):
-            long = _long(word, short) if index >= begin else None
-            if long is None and (script or not short or index < begin or not re.match(r"-[A-Za-z]", word)):
-                continue
-            word = long or f"--{word[1:]}"
-        name, given, value = word[2:].partition("=")
-        following = words[index + 1] if index + 1 < len(words) else "-"
-        if not given and not following.startswith("-") and not (is_switch(word) and following.lower() not in ("true", "false")):
-            value, given = following, "="
-        name = name.replace("-", "_")
-        if name in LISTS:
-            more = [value] if given else []
-            for further in words[index + 2 :] if given == "=" and "=" not in word else ():
-                if further.startswith("-"):
-                    break
-                more.append(further)
-            found[name] = value_of(more[0]) if len(more) == 1 else [value_of(one) for one in more]
-        elif not given and name.startswith("no_"):
-            found[name[3:]] = False
-        else:
-            found[name] = value_of(value) if given else True
+    known, found, index = options(engine), dict[str, Any](), 0
+    if engine == "vllm" and "serve" in words:
+        index = words.index("serve") + 1
+        if index < len(words) and not words[index].startswith("-"):
+            found["model"] = words[index]
+    while index < len(words):
+        word, index = words[index], index + 1
+        if not re.match(r"--?[A-Za-z]", word) or (engine != "vllm" and not word.startswith("--")):
+            continue
+        head, given, value = word.partition("=")
+        flag, name = _flag(head, engine)
+        if flag is None and engine == "vllm" and (short := known.flag(word[:2])) is not None and not word.startswith("--"):
+            flag, name, given, value = short, short.name, "=", word[2:].removeprefix("=")  # a letter may have its value behind it
+        following = _values(words[index:], -1 if flag is not None and flag.words == -1 else 1)
+        if flag is not None and flag.words == 0:
+            switched = following[:1] and following[0].lower() in ("true", "false")  # as YAML is written on a command line
+            found[name] = value_of(value or following[0]) if given or switched else flag.value
+            continue
+        more = [value] if given else following
+        index += 0 if given else len(following)
+        if flag is None and not more and name.startswith("no_"):
+            name, more = name[3:], ["false"]
+        found[name] = True if not more else value_of(more[0]) if len(more) == 1 else [value_of(one) for one in more]
     return found
 
 
-def _long(word: str, short: Mapping[str, str]) -> str | None:
-    """``-pp=2`` as ``--pipeline_parallel_size=2``, and so on; None for what is short for nothing.
+def _flag(head: str, engine: str) -> tuple[Flag | None, str]:
+    """What ``head`` spells, and the option's name: vLLM takes a part of a mapping behind a point."""
+    first, point, part = head.partition(".")
+    flag = options(engine).flag(first if engine == "vllm" else head)
+    if flag is None:
+        return None, head.lstrip("-").replace("-", "_")
+    return (Flag(flag.name, 1), f"{flag.name}.{part}") if point else (flag, flag.name)
 
-    >>> [_long(word, {"pp": "pipeline_parallel_size", "O": "optimization_level", "cc": "compilation_config"}) for word in ("-pp", "-O3", "-cc.mode=3", "-x")]
-    ['--pipeline_parallel_size', '--optimization_level=3', '--compilation_config.mode=3', None]
-    """
-    parts = re.fullmatch(r"-([A-Za-z]+)(.*)", word, re.DOTALL)
-    if parts is None:
-        return None
-    if parts[1] in short and re.match(r"[=.]|$", parts[2]):
-        return f"--{short[parts[1]]}{parts[2]}"
-    if word[1] in short and len(word) > 2:  # a letter may have its value behind it
-        return f"--{short[word[1]]}={word[2:].removeprefix('=')}"
-    return None
+
+def _values(words: Sequence[str], most: int) -> list[str]:
+    """The words that follow an option up to the next one; a negative number is a value."""
+    found: list[str] = []
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word) or len(found) == most:
+            break
+        found.append(word)
+    return found
 
 
 def value_of(text: str) -> Any:

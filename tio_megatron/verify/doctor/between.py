@@ -6,17 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 
-from tio_megatron.contract.messages import shown
-from tio_megatron.verify.doctor.defaults import MEGATRON_NAMES
-from tio_megatron.verify.doctor.findings import Finding
+from tio_megatron.contract.findings import Finding, Level
 from tio_megatron.verify.doctor.models import Model
-from tio_megatron.verify.doctor.options import TOPIC
-from tio_megatron.verify.doctor.running import Running, dtype
-from tio_megatron.verify.doctor.spelling import OVERRIDES, written
+from tio_megatron.verify.doctor.options import OFF, OVERRIDES, written
+from tio_megatron.verify.doctor.running import CORE_NAMES, SAMPLING_NAMES, Running, dtype
 
 _NEUTRAL = (None, 1, 1.0)
-
-_CUTS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 COMPARED = frozenset(
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size num_moe_experts moe_router_topk moe_ffn_hidden_size "
@@ -25,7 +20,7 @@ COMPARED = frozenset(
 )
 """The trainer's settings that are compared with the model's ``config.json``."""
 
-_WITHOUT = (None, False, 0, 0.0, "", "none", "None", "null")
+_WITHOUT = OFF
 _GATE = "the model's MLP is silu(gate) * up"
 FUNCTION: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_layer_freq": ((None, 1), "the model has experts in every layer"),
@@ -112,25 +107,26 @@ def same_model(run: Running, model: Model) -> Iterator[Finding]:
         if name not in run or (run.kind == "verl" and name not in laid_over(run)):  # verl makes all others of the model's config.json
             continue
         ours = run[name]
-        if name != "num_moe_experts" and (ours is None or theirs is None):  # a size without a default: Megatron-LM asks for it
+        if name != "num_moe_experts" and (
+            ours is None or theirs is None or (type(ours) is int and ours == 0)
+        ):  # a size without a default: Megatron-LM asks for it
             continue
         if ours == theirs or (isinstance(ours, int | float) and isinstance(theirs, int | float) and math.isclose(ours, theirs, rel_tol=1e-9)):
             continue
-        said = f"leave {OVERRIDES}.{name} out" if run.kind == "verl" else written(run.kind, name, theirs)
-        yield Finding("bad", TOPIC, f"trainer: {name} = {ours!r}{run.origin(name)}, the model has {theirs!r}: another function", said)
+        works = f"leave {OVERRIDES}.{name} out" if run.kind == "verl" else written(run.kind, name, theirs)
+        yield Finding(f"the model has {theirs!r}: another function", works, name, ours, "trainer", run.origin(name))
 
 
 def same_function(run: Running) -> Iterator[Finding]:
     """What the trainer's settings make of the weights beside their sizes (:data:`FUNCTION`)."""
     for name, (fine, why) in FUNCTION.items():
-        if name not in run.written or run[name] in fine or (name == "moe_layer_freq" and _everywhere(run[name])):
-            continue
-        yield Finding("bad", TOPIC, f"trainer: {name} = {shown(run[name])}: {why}: another function", f"leave it out ({' or '.join(map(repr, fine[:2]))})")
+        if name in run.written and run[name] not in fine and not (name == "moe_layer_freq" and _everywhere(run[name])):
+            yield Finding(f"{why}: another function", f"leave it out ({' or '.join(map(repr, fine[:2]))})", name, run[name], "trainer")
 
 
 def laid_over(run: Running) -> frozenset[str]:
     """Names in verl's ``override_transformer_config``, as megatron-core spells them."""
-    return frozenset(MEGATRON_NAMES.get(name, name) for name in run.get("override_transformer_config", ())) - frozenset(run.left)
+    return frozenset(CORE_NAMES.get(name, name) for name in run.get("override_transformer_config", ())) - frozenset(run.left)
 
 
 def _everywhere(frequency: object) -> bool:
@@ -150,15 +146,11 @@ def same_vocabulary(run: Running, model: Model) -> Iterator[Finding]:
             rows, place = rows + 1, "vocab_size (and the end of a text, which NullTokenizer adds)"
     there = model.shape.vocab
     if isinstance(rows, int) and rows != there:
-        yield Finding(
-            "bad",
-            TOPIC,
-            f"trainer: {place} = {rows}, the model has {there}: another number of tokens in the softmax",
-            f"--tio-vocab-size {there} (vocab_size of the model's config.json)",
-        )
+        works = f"--tio-vocab-size {there} (vocab_size of the model's config.json)"
+        yield Finding(f"the model has {there}: another number of tokens in the softmax", works, place, rows, "trainer")
     padded = run.get("padded_vocab_size")
     if isinstance(padded, int) and padded < there:
-        yield Finding("bad", TOPIC, f"trainer: padded_vocab_size = {padded} has no room for the model's {there} tokens", f"{there} or more")
+        yield Finding(f"no room for the model's {there} tokens", f"{there} or more", "padded_vocab_size", padded, "trainer")
 
 
 _TYPES = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"})
@@ -168,60 +160,45 @@ def same_dtype(trainer: Running, rollout: Running, model: Model) -> Iterator[Fin
     """What both compute in."""
     left = dtype(trainer)
     for name in sorted(_TYPES & laid_over(trainer)):
-        what = f"trainer: {name} = {trainer[name]} is not judged: it is laid over verl's own dtype, which is {left}"
-        yield Finding("unknown", TOPIC, what, "leave it out; actor_rollout_ref.actor.megatron.dtype says it")
-    right = None if rollout.kind == "words" else str(rollout["dtype"])
+        why, works = f"not judged: it is laid over verl's own dtype, which is {left}", "leave it out; actor_rollout_ref.actor.megatron.dtype says it"
+        yield Finding(why, works, name, trainer[name], "trainer", level="unknown")
+    right = None if rollout.kind == "words" or "dtype" not in rollout else str(rollout["dtype"])
     origin = rollout.origin("dtype")
     if right == "auto":
         right = "bfloat16" if model.dtype == "float32" else model.dtype
-        origin = f" (auto{origin})"
+        origin = f"auto, {origin}" if origin else "auto"
     if left is not None and right is not None and left != right:
-        default = f" ({trainer.kind} without --bf16)" if trainer.kind == "megatron-lm" and left == "float32" else ""
-        yield Finding("bad", TOPIC, f"trainer computes in {left}{default}, rollout in {right}{origin}", "the same dtype on both sides")
+        default = " (megatron-lm without --bf16)" if trainer.kind == "megatron-lm" and left == "float32" else ""
+        yield Finding(f"trainer computes in {left}{default}, rollout in {right}{f' ({origin})' if origin else ''}", "the same dtype on both sides")
 
 
 def same_distribution(trainer: Running, rollout: Running, model: Model) -> Iterator[Finding]:
     """What the rollout's log-probabilities are of, and whether the trainer's are of the same."""
     if rollout.kind == "words":
         return
-    temperature = rollout.get("temperature")
     taken = model.sampling if rollout.kind == "vllm" and rollout.get("generation_config") == "auto" else {}
-    if temperature is None and taken.get("temperature") not in _NEUTRAL:
-        temperature = taken["temperature"]
-        origin = f"of the model's generation_config.json (generation_config = 'auto'{rollout.origin('generation_config')}), for requests that set none"
-    else:
-        origin = "as set"
-    if temperature not in (*_NEUTRAL, 0, 0.0) and trainer.kind != "verl":
-        yield Finding(
-            "note",
-            TOPIC,
-            f"rollout: temperature = {temperature} {origin}: the trainer's log-probabilities must be of logits divided by it too",
+    values = {name: rollout.get(name, taken.get(name)) for name in SAMPLING_NAMES}
+    reads = f"of the model's generation_config.json, for requests that set none; generation_config='auto' is {rollout.origin('generation_config') or 'written'}"
+    origin = {name: reads if name not in rollout and name in taken else rollout.origin(name) for name in SAMPLING_NAMES}
+    temperature, mode = values["temperature"], rollout.get("logprobs_mode")
+    processed, hot = str(mode).startswith("processed"), temperature not in (*_NEUTRAL, 0, 0.0)
+    if hot and trainer.kind != "verl":
+        why, works = (
+            "the trainer's log-probabilities must be of logits divided by it too",
             "score with the same temperature; or set temperature 1 in each request",
         )
-    mode = rollout.get("logprobs_mode")
-    if not str(mode).startswith("processed") and temperature not in (*_NEUTRAL, 0, 0.0):
-        yield Finding(
-            "bad" if "temperature" in rollout.written else "note",
-            TOPIC,
-            f"rollout: logprobs_mode = {mode!r}{rollout.origin('logprobs_mode')} with temperature {temperature}: raw log-probabilities are of another "
-            "distribution than the sampled one",
-            "logprobs_mode processed_logprobs",
-        )
-    cut = {name: value for name in _CUTS if (value := rollout.get(name, taken.get(name))) not in (None, -1, 0, 1, 1.0, 0.0)}
-    if cut:
-        source = "" if set(cut) & rollout.written else " of the model's generation_config.json, for requests that set none"
-        processed = str(mode).startswith("processed")
-        yield Finding(
-            "bad" if processed else "note",
-            TOPIC,
-            f"rollout: {', '.join(f'{name} = {value}' for name, value in cut.items())}{source}: tokens are drawn from a cut distribution; "
-            + ("processed log-probabilities are of it, a trainer's are not" if processed else "raw log-probabilities are, like a trainer's, of the whole one"),
-            "top_k -1 and top_p 1 (--generation-config vllm)" + (", or logprobs_mode raw_logprobs" if processed else " for training on the samples"),
-        )
-    if rollout.kind == "verl" and not rollout.get("calculate_log_probs"):
-        yield Finding(
-            "note",
-            TOPIC,
-            f"rollout: calculate_log_probs = False{rollout.origin('calculate_log_probs')}: verl does not keep the rollout's, so nobody sees a mismatch",
-            "actor_rollout_ref.rollout.calculate_log_probs=True",
-        )
+        yield Finding(why, works, "temperature", temperature, "rollout", origin["temperature"], level="note")
+    if hot and not processed and mode is not None:
+        why = f"with temperature {temperature} raw log-probabilities are of another distribution than the sampled one"
+        level: Level = "bad" if "temperature" in rollout.written else "note"
+        yield Finding(why, "logprobs_mode processed_logprobs", "logprobs_mode", mode, "rollout", rollout.origin("logprobs_mode"), level=level)
+    why = "tokens are drawn from a cut distribution; "
+    why += "processed log-probabilities are of it, a trainer's are not" if processed else "raw log-probabilities are, like a trainer's, of the whole"
+    works = "top_k -1 and top_p 1 (--generation-config vllm)" + (", or logprobs_mode raw_logprobs" if processed else " for training on the samples")
+    for name in SAMPLING_NAMES[1:]:
+        if values[name] not in (None, -1, 0, 1, 1.0, 0.0):
+            yield Finding(why, works, name, values[name], "rollout", origin[name], level="bad" if processed else "note")
+    if rollout.kind == "verl" and rollout.get("calculate_log_probs") is False:
+        why = "verl does not keep the rollout's, so nobody sees a mismatch"
+        works = "actor_rollout_ref.rollout.calculate_log_probs=True"
+        yield Finding(why, works, "calculate_log_probs", False, "rollout", rollout.origin("calculate_log_probs"), level="note")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, Layout, LayoutProblem, ModelShape
+from tio_megatron.contract.findings import Finding
 from tio_megatron.contract.misfits import offered
-from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "contract"
 _SIZES = ("tp", "ep", "etp", "pp", "cp")
@@ -38,11 +38,11 @@ def fit(
         family: of the smallest contract; a contract has its own.
     """
     chosen = contract or _smallest(family, trainer, rollout)
-    findings = [Finding("bad", TOPIC, f"trainer {trainer}: {p.where}: {p.what}", p.works) for p in _trainer(chosen, model, trainer, training)]
-    findings += [Finding("bad", TOPIC, f"rollout {rollout}: {p.where}: {p.what}", p.works) for p in chosen.problems(rollout, model, serving=True)]
+    findings = [Finding(f"trainer {trainer}: {p.where}: {p.what}", p.works, topic=TOPIC) for p in _trainer(chosen, model, trainer, training)]
+    findings += [Finding(f"rollout {rollout}: {p.where}: {p.what}", p.works, topic=TOPIC) for p in chosen.problems(rollout, model, serving=True)]
     if findings:
         return Fit(chosen, tuple(findings), tuple(_nearest(model, trainer, rollout, contract, training, family))[:most])
-    return Fit(chosen, (Finding("ok", TOPIC, f"trainer {trainer} and rollout {rollout}: every cut falls on leaves"),))
+    return Fit(chosen, (Finding(f"trainer {trainer} and rollout {rollout}: every cut falls on leaves", level="ok", topic=TOPIC),))
 
 
 def _smallest(family: str, *layouts: Layout) -> Contract:

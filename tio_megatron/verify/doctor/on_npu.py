@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from tio_megatron.contract.findings import UNSAID, Finding
 from tio_megatron.contract.messages import shown
 from tio_megatron.integrations.vllm.ascend import refusals
-from tio_megatron.verify.doctor.findings import Finding
-from tio_megatron.verify.doctor.options import OFF, TOPIC, computes_in
-from tio_megatron.verify.doctor.running import Running, tree_of
+from tio_megatron.verify.doctor.options import OFF, computes_in
+from tio_megatron.verify.doctor.running import Running, mapping_of, tree_of
 
 ENVIRONMENT = "environment"
-_UNDER = "; the start refuses it, unless additional_config has {key} 0, which engine_options gives"
 
 
 def rollout(run: Running, checkpoint: str, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -27,28 +27,21 @@ def rollout(run: Running, checkpoint: str, environ: Mapping[str, str]) -> Iterat
     if run.kind == "words":
         return
     given, strange = additional(run)
-    for line in (*refusals.of_engine(_asked(run, checkpoint)), *refusals.of_additional(given)):
-        yield _bad(TOPIC, f"rollout: {line}")
-    for name in refusals.DEFAULTS_THAT_ARE_REFUSED:
-        for line in refusals.of_environment(environ, given):
-            if line.startswith(f"{name}="):
-                what, _, works = line.rpartition("; ")
-                value = f"{name} is {environ.get(name, 'unset')}: breaks: {what.partition(': ')[2]}"
-                key = refusals.DEFAULTS_THAT_ARE_REFUSED[name]
-                yield Finding("bad", ENVIRONMENT, value, f"{works.removeprefix('set ')}, or additional_config with {key} 0")
+    for finding in (*refusals.of_engine(_asked(run, checkpoint)), *refusals.of_additional(given)):
+        yield replace(finding, side="rollout", origin=run.origin(finding.option) if finding.option in run else "")
+    for finding in refusals.of_environment(environ, given):
+        if (key := refusals.DEFAULTS_THAT_ARE_REFUSED.get(finding.option)) is not None:
+            yield replace(_variable(finding), works=f"{finding.works}, or additional_config with {key} 0")
     if strange:
-        what = f"rollout: additional_config has {', '.join(strange)}: not judged: vllm-ascend 0.23.0 reads no such key"
-        yield Finding("unknown", TOPIC, what, "leave it out")
+        why = f"not judged: vllm-ascend 0.23.0 reads no key {', '.join(strange)}"
+        yield Finding(why, "leave it out", "additional_config", side="rollout", level="unknown")
 
 
 def additional(run: Running) -> tuple[dict[str, Any], list[str]]:
     """The keys of ``additional_config``, and those among them that no table knows; one of the second alone where it is no mapping."""
-    value = run.get("additional_config")
-    tree = tree_of(value)
-    dotted = {name.partition(".")[2]: run[name] for name in run.written if name.startswith("additional_config.")}
-    if value not in OFF and tree is None:
-        return dotted, [shown(value)]
-    given = {**(tree or {}), **dotted}
+    value, given = run.get("additional_config"), mapping_of(run, "additional_config")
+    if value not in OFF and tree_of(value) is None:
+        return given, [shown(value)]
     return given, sorted(str(key) for key in given if key not in refusals.OPTIONS and key not in refusals.HARMLESS and key != "tio_contract")
 
 
@@ -62,7 +55,7 @@ def _asked(run: Running, checkpoint: str) -> refusals.Asked:
         logprobs_mode=str(run.get("logprobs_mode")),
         weight_transfer=run.get("weight_transfer_config") not in OFF,
         async_scheduling=bool(run["async_scheduling"]) if run.get("async_scheduling") is not None else run.get("distributed_executor_backend") != "ray",
-        sleep=bool(run.get("enable_sleep_mode", run.kind == "verl")),  # verl 0.9.1 asks for it unless told otherwise
+        sleep=bool(run["enable_sleep_mode"]) if "enable_sleep_mode" in run.written else run.kind == "verl",  # verl 0.9.1 asks for it unless told otherwise
     )
 
 
@@ -75,20 +68,21 @@ def variables(values: Mapping[str, str], *, started: bool) -> Iterator[Finding]:
     """
     for name in refusals.HARMLESS_ENVIRONMENT:
         if name in values and name.startswith("VLLM_"):
-            yield Finding("ok", ENVIRONMENT, f"{name} is {values[name]}: neutral: no sum of a model of ours depends on it")
-    refused = {line.partition("=")[0]: line for line in refusals.of_environment(values, {})}
-    for name, (works, _) in refusals.ENVIRONMENT.items():
-        line, is_now = refused.get(name), values.get(name)
-        if line is None or started:
+            yield Finding("neutral: no sum of a model of ours depends on it", "", name, values[name], level="ok", topic=ENVIRONMENT)
+    refused = {finding.option: finding for finding in refusals.of_environment(values, {})}
+    for name in refusals.ENVIRONMENT:
+        finding, is_now = refused.get(name), values.get(name)
+        if finding is None or started:
+            why = "its start took it" if started else "as vllm-ascend's options must be"
             if is_now is not None:
-                yield Finding("ok", ENVIRONMENT, f"{name} is {is_now}: neutral: " + ("its start took it" if started else "as vllm-ascend's options must be"))
+                yield Finding(f"neutral: {why}", "", name, is_now, level="ok", topic=ENVIRONMENT)
             continue
-        why = line.partition(": ")[2].rpartition("; ")[0]
         key = refusals.DEFAULTS_THAT_ARE_REFUSED.get(name)
         if key is None:
-            yield Finding("bad", ENVIRONMENT, f"{name} is {is_now}: breaks: {why}", f"{name}={works}, or leave it unset")
+            yield replace(_variable(finding), works=f"{finding.works}, or leave it unset")
         else:
-            yield Finding("note", ENVIRONMENT, f"{name} is {is_now or 'unset'}: {why}{_UNDER.format(key=key)}", f"{name}={works}")
+            why = f"{finding.why}; the start refuses it, unless additional_config has {key} 0, which engine_options gives"
+            yield replace(_variable(finding), why=why, level="note")
     yield from _attention(values)
 
 
@@ -102,17 +96,17 @@ def _attention(values: Mapping[str, str]) -> Iterator[Finding]:
     try:
         route = npu_family.asked(values)
     except ValueError as error:
-        yield Finding(
-            "bad", ENVIRONMENT, f"{name} is {shown(values[name])}: {str(error).partition(': ')[2]}", f"{name}={npu_family.ROUTES[0]}, or leave it unset"
-        )
+        yield Finding(str(error), f"{name}={npu_family.ROUTES[0]}, or leave it unset", name, topic=ENVIRONMENT)
         return
     package = PACKAGES[route]
     if package is not None and importlib.util.find_spec(package) is None:
-        yield Finding("note", ENVIRONMENT, f"{name} is {route}: {package} is not installed here, and the start refuses where it is not", "docs/ascend.md")
+        why = f"{package} is not installed here, and the start refuses where it is not"
+        yield Finding(why, "docs/ascend.md", name, route, level="note", topic=ENVIRONMENT)
     elif values.get(name):
-        yield Finding("ok", ENVIRONMENT, f"{name} is {route}: the same on both sides, or they refuse each other")
+        yield Finding("the same on both sides, or they refuse each other", "", name, route, level="ok", topic=ENVIRONMENT)
 
 
-def _bad(topic: str, line: str) -> Finding:
-    what, _, works = line.rpartition("; ")
-    return Finding("bad", topic, what, works.removeprefix("use ").removeprefix("set "))
+def _variable(finding: Finding) -> Finding:
+    """Of a variable that is set, or of one that breaks an order by being unset."""
+    unset = finding.value is None
+    return replace(finding, why=f"breaks: {finding.why}", value=UNSAID if unset else finding.value, origin="unset" if unset else "")

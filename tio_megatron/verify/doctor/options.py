@@ -1,22 +1,27 @@
-"""Settings of either side that the contract does not cover, found before anything is started: as they will be, defaults included."""
+"""Settings of either side against the rows by which the engines refuse at their start, before anything is started: as they will be, defaults included."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from tio_megatron.contract.findings import Finding, Rule, broken
+from tio_megatron.integrations.mindspeed import options as mindspeed
+from tio_megatron.integrations.mindspeed.context import refusal
+from tio_megatron.integrations.option_facts import options
+from tio_megatron.integrations.verl.refusals import TREE
 from tio_megatron.integrations.vllm import refused_options
-from tio_megatron.verify.doctor.findings import Finding
-from tio_megatron.verify.doctor.running import Running, dtype
-from tio_megatron.verify.doctor.spelling import DDP_OVERRIDES, FLAGS, OPTIMIZER_OVERRIDES, OVERRIDES, written
+from tio_megatron.verify.doctor.models import Model
+from tio_megatron.verify.doctor.running import CORE_NAMES, Kind, Running, dtype, mapping_of
 
-TOPIC = "options"
-BLOCK = 64
-"""Keys in one block of the attention walk of the cpu family; a page holds whole blocks."""
-
-OFF = (None, False, 0, 0.0, "", "none", "None", "null")
+OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "none", "None", "null", "{}", "[]", {}, [])
+OVERRIDES = f"{TREE}.actor.megatron.override_transformer_config"
+"""Where verl takes fields of megatron-core's ``TransformerConfig``."""
+DDP_OVERRIDES = f"{TREE}.actor.megatron.override_ddp_config"
+OPTIMIZER_OVERRIDES = f"{TREE}.actor.optim.override_optimizer_config"
 
 
 def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
@@ -27,138 +32,122 @@ def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
         training: the optimizer and the gradients count too.
     """
     if run.kind == "words":
-        yield Finding("note", TOPIC, "trainer: a layout in words says nothing about options", "give the launch script or its arguments to have them looked at")
+        yield Finding("a layout in words says nothing about options", "give its arguments, or tio doctor --run", side="trainer", level="note")
         return
+    yield from _of_mindspeed(run)
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
-        yield Finding("unknown", TOPIC, "megatron-core is not installed here: the trainer's options were not looked at", "run it where the trainer runs")
+        yield Finding("megatron-core is not installed here: the trainer's options were not looked at", "run it where it runs", side="trainer", level="unknown")
         return
-    from tio_megatron.integrations.megatron_lm.defaults import IMPLIED, SCRIPT_RULES
+    from tio_megatron.integrations.megatron.moe_refusals import balancing
+    from tio_megatron.integrations.megatron.optimizer_refusals import BF16_RULES
+    from tio_megatron.integrations.megatron_lm.defaults import IMPLIED
 
-    implied = {one.option for one in IMPLIED}
-    seen: set[str] = set()
-    for rule in (*_rules(training), *(SCRIPT_RULES if run.kind == "megatron-lm" else ())):
-        if rule.option in seen or rule.option not in run or rule.option in ("params_dtype", "activation_func", "fp8_recipe") or rule.option.endswith("_dtype"):
-            continue
-        value = run[rule.option]
-        if rule.option in implied and rule.option not in run.written:
-            continue  # Megatron-LM's default, which the plug-in changes in its scripts; what is written is refused
-        seen.add(rule.option)
-        works = [work for work in rule.works if not callable(work)]
-        if not any(value == work or (work in OFF and value in OFF) for work in works):
-            yield _bad(run, rule.option, rule.why, works)
-    if run.get("moe_router_dtype") not in (*OFF, "fp32"):
-        yield _bad(run, "moe_router_dtype", "router logits are fp32", ["fp32"])
-    yield from _balance(run)
-    if training and dtype(run) == "bfloat16" and run.get("grad_reduce_in_fp32") is False:
-        yield _bad(run, "grad_reduce_in_fp32", "gradients would be rounded to bf16 before they are added", [True])
-    if training and run.kind == "verl" and run["calculate_per_token_loss"] in OFF:
-        yield _bad(run, "calculate_per_token_loss", "a mean in each micro-batch depends on the cut, and the start is refused", [True])
-    if run.get("virtual_pipeline_model_parallel_size") not in OFF or run.get("num_layers_per_virtual_pipeline_stage") not in OFF:
-        yield Finding(
-            "bad",
-            TOPIC,
-            "trainer: virtual pipeline stages are not handled by weight export and checkpoints",
-            "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null" if run.kind == "verl" else "leave it out",
-        )
+    implied = {one.option for one in IMPLIED} - run.written if run.kind == "megatron-lm" else set()  # defaults that the plug-in changes
+    for rules, place in tables(training, run.kind):
+        held = {rule.option: _as_off(run[rule.option], rule) for rule in rules if rule.option in run and _judged_here(rule) and rule.option not in implied}
+        for finding in broken(rules, held):
+            yield _said(run, finding, place if finding.option not in run.get("override_transformer_config", ()) else OVERRIDES)
+    kind, weight = (run.get(name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
+    if not {"moe_router_load_balancing_type", "moe_aux_loss_coeff"} & set(run.left):
+        for finding in balancing(kind, 0.0 if weight is None else weight, per_token_loss=True):
+            yield replace(finding, side="trainer", origin=run.origin(finding.option))
+    if training and dtype(run) == "bfloat16":
+        yield from (_said(run, finding, DDP_OVERRIDES) for finding in broken(BF16_RULES, run))
+    if training and run.kind == "verl":
+        rule = Rule("calculate_per_token_loss", (True,), "a mean in each micro-batch depends on the cut, and the start is refused")
+        yield from (_said(run, finding, OVERRIDES) for finding in broken([rule], run))
+    for name in ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"):
+        if run.get(name) not in OFF:
+            works = f"{TREE}.actor.megatron.{name}=null" if run.kind == "verl" else "leave it out"
+            yield Finding("virtual pipeline stages are not handled by weight export and checkpoints", works, name, run[name], side="trainer")
 
 
-def _rules(training: bool) -> tuple[Any, ...]:
+def tables(training: bool = True, kind: Kind = "megatron-lm") -> list[tuple[tuple[Rule, ...], str]]:
+    """The rows for a trainer, and where verl takes what they name; the first row of an option holds."""
     from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
     from tio_megatron.integrations.megatron.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
     from tio_megatron.integrations.megatron.refusals import CONFIG_RULES, MODEL_RULES
+    from tio_megatron.integrations.megatron_lm.defaults import SCRIPT_RULES
 
-    return (*CONFIG_RULES, *MOE_RULES, *MODEL_RULES, *(DDP_RULES + OPTIMIZER_RULES if training else ()))
-
-
-def _places(run: Running) -> dict[str, str]:
-    """Where verl takes what the rules name."""
-    from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
-    from tio_megatron.integrations.megatron.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
-    from tio_megatron.integrations.megatron.refusals import CONFIG_RULES
-
-    found = {rule.option: OPTIMIZER_OVERRIDES for rule in OPTIMIZER_RULES} | {rule.option: DDP_OVERRIDES for rule in DDP_RULES}
-    model = {rule.option for rule in (*CONFIG_RULES, *MOE_RULES)} | {"moe_router_dtype", "calculate_per_token_loss"}
-    laid = run.get("override_transformer_config", ())
-    return found | {option: OVERRIDES for option in model if option not in found or option in laid} | {"optimizer": "actor_rollout_ref.actor.optim"}
+    found, seen = [], set[str]()
+    rows = [(CONFIG_RULES, OVERRIDES), (MOE_RULES, OVERRIDES), (MODEL_RULES, OVERRIDES)]
+    rows += [(OPTIMIZER_RULES, OPTIMIZER_OVERRIDES), (DDP_RULES, DDP_OVERRIDES)] if training else []
+    for rules, place in rows + ([(SCRIPT_RULES, OVERRIDES)] if kind == "megatron-lm" else []):
+        found.append((tuple(rule for rule in rules if rule.option not in seen), place))
+        seen |= {rule.option for rule in rules}
+    return found
 
 
-def _bad(run: Running, option: str, why: str, works: list[Any]) -> Finding:
-    said = " or ".join(map(repr, works))
-    if works and run.kind == "megatron-lm" and (option in FLAGS or (works[0] in OFF and run[option] is True)):
-        said = written(run.kind, option, works[0])
-    elif works and run.kind == "verl" and (place := _places(run).get(option)):
-        said = written(run.kind, option, works[0], place)
-    return Finding("bad", TOPIC, f"trainer: {option} = {run[option]!r}{run.origin(option)}: {why}", said if said.startswith("leave ") else f"{said} would work")
+def _judged_here(rule: Rule) -> bool:
+    """Whether the values of a row can be written: element types and functions are made of other options, which have rows of their own."""
+    return rule.option == "moe_router_dtype" or not (rule.option.endswith("_dtype") or rule.option in ("activation_func", "fp8_recipe"))
 
 
-def _balance(run: Running) -> Iterator[Finding]:
-    kinds, weight = run.get("moe_router_load_balancing_type"), run.get("moe_aux_loss_coeff")
-    for kind, one in zip(*(value if isinstance(value, list) else [value] for value in (kinds, weight)), strict=False):
-        if kind not in (None, "none", "seq_aux_loss") and (one not in OFF or kind == "sinkhorn"):
-            what = f"trainer: moe_router_load_balancing_type = {kind!r}{run.origin('moe_router_load_balancing_type')}: its value depends on the micro-batch"
-            yield Finding("bad", TOPIC, what, f"seq_aux_loss, or {written(run.kind, 'moe_aux_loss_coeff', 0)}, would work")
+def _as_off(value: Any, rule: Rule) -> Any:
+    """The row's own word for off, where ``value`` is another one."""
+    return next((work for work in rule.works if work in OFF), value) if value in OFF else value
 
 
-ROLLOUT = {
-    "quantization": ("quantized products have no fixed order", "an unquantized checkpoint"),
-    "enable_lora": ("adapters are not covered", "merge the adapter into the checkpoint"),
-    "speculative_config": ("speculative decoding is not covered", "leave it out"),
-    "spec_method": ("speculative decoding is not covered", "leave it out"),
-    "spec_model": ("speculative decoding is not covered", "leave it out"),
-    "spec_tokens": ("speculative decoding is not covered", "leave it out"),
-    "enable_eplb": ("expert load balancing moves experts between ranks", "leave it out"),
-    "enable_dbo": ("dual batch overlap is not covered", "leave it out"),
-    **refused_options.MODEL_SWITCHES,
-    "kv_transfer_config": ("keys and values from elsewhere are not covered", "leave it out"),
-}
-"""vLLM arguments that must be off: why, and what works."""
-SIZES = ("pipeline_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-"""Of vLLM and of verl's rollout, that must be 1."""
+def _said(run: Running, finding: Finding, place: str) -> Finding:
+    works = written(run.kind, finding.option, finding.values[0], place) if run.kind in ("megatron-lm", "verl") else finding.works
+    return replace(finding, side="trainer", origin=run.origin(finding.option), works=works)
 
 
-def rollout(run: Running, checkpoint: str = "bfloat16", positions: int | None = None) -> Iterator[Finding]:
-    """vLLM's settings against what an engine is refused by when it is built.
+def written(kind: Kind, option: str, value: Any, place: str = OVERRIDES) -> str:
+    """``option`` (megatron-core's name) with ``value``, ready to be copied; ``place``: where verl takes it.
 
-    Args:
-        run: as it will run.
-        checkpoint: element type of the weights in the folder.
-        positions: ``max_position_embeddings`` of the model, where it is known.
+    >>> written("verl", "apply_rope_fusion", False)
+    '++actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=False'
+    >>> [written("megatron-lm", *pair) for pair in (("apply_rope_fusion", False), ("num_moe_experts", 8), ("qk_layernorm", False), ("gated_linear_unit", True))]
+    ['--no-rope-fusion', '--num-experts 8', 'leave --qk-layernorm out', '--swiglu']
     """
+    number = str(int(value)) if isinstance(value, float) and value == int(value) else value
+    if kind == "verl":
+        return f"++{place}.{option}={'null' if value is None else number}"  # ++ lays over what is there and what is not
+    if kind != "megatron-lm":
+        return f"{option}={value!r}"
+    known, dest = options(kind), {ours: theirs for theirs, ours in CORE_NAMES.items()} | {"gated_linear_unit": "swiglu"}
+    name = dest.get(option, option)
+    off = value is None or (value is False and known.defaults.get(name) in OFF)
+    spelled = known.spelled(name, not value if off and value is False else number) or f"--{name.replace('_', '-')} {number}"
+    before = "--group-query-attention " if name == "num_query_groups" else ""
+    return f"leave {spelled.split()[0]} out" if off else before + spelled
+
+
+def _of_mindspeed(run: Running) -> Iterator[Finding]:
+    """MindSpeed's options, by the table by which a model is refused under it; verl's overrides count as written."""
+    for name in sorted({*run.written, *(run.get("override_transformer_config", ()) if run.kind == "verl" else ())}):
+        option = mindspeed.NAMES.get(name)
+        if option is None or option.asked:  # Megatron-LM's own
+            continue
+        finding = option.broken_by(run)
+        if name == "context_parallel_algo" and name in run and run.get("context_parallel_size", 1) not in (None, 1):
+            finding = refusal(run[name])
+        if finding is not None:
+            yield replace(finding, side="trainer")
+
+
+def rollout(run: Running, model: Model) -> Iterator[Finding]:
+    """vLLM's settings against what an engine is refused by when it is built."""
     if run.kind == "words":
-        yield Finding("note", TOPIC, "rollout: a layout in words says nothing about options", "give vLLM's arguments to have them looked at")
+        yield Finding("a layout in words says nothing about options", "give vLLM's arguments to have them looked at", side="rollout", level="note")
         return
-    if run.kind == "verl" and run.get("name", "vllm") != "vllm":
-        yield Finding("bad", TOPIC, f"rollout: verl's rollout is {run['name']!r}: only vLLM has layers here", "actor_rollout_ref.rollout.name=vllm")
-    for name, (why, works) in ROLLOUT.items():
-        written = [key for key in sorted(run.written) if key.startswith(f"{name}.")]  # --speculative-config.model x
-        for key in [name] if run.get(name) not in OFF else written[:1]:
-            yield Finding("bad", TOPIC, f"rollout: {key} = {run[key]!r}: {why}", works)
-    for name in SIZES:
-        if run.get(name) not in (*OFF, 1):
-            more = "; start one engine per replica" if name == "data_parallel_size" else ""
-            yield Finding("bad", TOPIC, f"rollout: {name} = {run[name]!r} is not covered", f"1 would work{more}")
-    if run.get("expert_placement_strategy", "linear") != "linear":
-        yield Finding("bad", TOPIC, f"rollout: expert_placement_strategy = {run['expert_placement_strategy']!r}: experts must be dealt out in runs", "linear")
-    if run.get("disable_cascade_attn") is False:
-        yield Finding(
-            "bad", TOPIC, "rollout: cascade attention merges two partial softmaxes where requests share a prefix", "leave disable_cascade_attn as it is (True)"
-        )
-    if run.get("load_format") not in ("auto", "hf", "safetensors", "pt", "dummy"):
-        yield Finding("bad", TOPIC, f"rollout: load_format = {run['load_format']!r} is not covered", "auto would work")
-    computed = computes_in(run, checkpoint)
-    if refused_options.cache_dtype(kept := str(run.get("kv_cache_dtype", "auto")), computed) is not None:
-        yield Finding("bad", TOPIC, f"rollout: kv_cache_dtype = {kept!r}: keys and values of {computed} would be kept in another type", "auto would work")
-    longest = whole_number(run.get("max_model_len"))
-    if positions is not None and longest is not None and (line := refused_options.positions(longest, positions)) is not None:
-        yield Finding("bad", TOPIC, f"rollout: {line}", f"at most {positions} would work")
-    if str(run["dtype"]) not in ("auto", "bfloat16", "float32"):
-        yield Finding("bad", TOPIC, f"rollout: dtype = {run['dtype']!r}", "bfloat16 or float32, the trainer's, would work")
-    if run["dtype"] == "auto" and checkpoint == "float32":
-        what = f"rollout: dtype = 'auto'{run.origin('dtype')}: the checkpoint is float32, and vLLM would compute it in bfloat16"
-        yield Finding("bad", TOPIC, what, "dtype float32, or bfloat16 where the trainer uses that too")
+    asked = dict(run)
+    asked |= {name: laid for name in ("speculative_config", "kv_transfer_config") if (laid := mapping_of(run, name))}
+    for name in ("pipeline", "data"):  # verl's names
+        asked[f"{name}_parallel_size"] = max(run.get(f"{name}_model_parallel_size") or 1, run.get(f"{name}_parallel_size") or 1)
     block = run.get("block_size")
-    if isinstance(block, int) and block % BLOCK:
-        yield Finding("bad", TOPIC, f"rollout: block_size = {block}: a page must hold whole blocks of keys", f"a multiple of {BLOCK} would work")
+    asked |= {"block_size": block if isinstance(block, int) else None, "max_model_len": whole_number(run.get("max_model_len")), "positions": model.positions}
+    asked |= {"dtype": computes_in(run, model.dtype)} if "dtype" in run else {}
+    for finding in refused_options.problems(asked):
+        if finding.option not in run.left:
+            yield replace(finding, side="rollout", origin=run.origin(finding.option) if run.get(finding.option) == finding.value else "")
+    if run.kind == "verl" and run.get("name", "vllm") != "vllm":
+        yield Finding("only vLLM has layers here", f"{TREE}.rollout.name=vllm", "name", run["name"], side="rollout")
+    if run.get("dtype") == "auto" and model.dtype == "float32":
+        why = "the checkpoint is float32, and vLLM would compute it in bfloat16"
+        works = "dtype float32, or bfloat16 where the trainer uses that too"
+        yield Finding(why, works, "dtype", "auto", side="rollout", origin=run.origin("dtype"))
 
 
 TYPES = {"float": "float32", "half": "float16"}
@@ -167,7 +156,7 @@ TYPES = {"float": "float32", "half": "float16"}
 
 def computes_in(run: Running, checkpoint: str) -> str:
     """The element type that vLLM computes in, for weights of type ``checkpoint``: ``auto`` turns float32 into bfloat16."""
-    asked = str(run["dtype"])
+    asked = str(run.get("dtype"))
     if asked == "auto":
         asked = "bfloat16" if checkpoint == "float32" else checkpoint
     return TYPES.get(asked, asked)

@@ -1,8 +1,8 @@
-"""What people already have, read as flat settings: command lines, scripts, YAML and JSON of Megatron-LM, vLLM and verl.
+"""What people already have, read as flat settings: command lines, YAML and JSON of Megatron-LM, vLLM and verl.
 
 Names lose their dashes and their place: ``--tensor-model-parallel-size 4``, ``model_parallel: {tensor_model_parallel_size: 4}`` and verl's
 ``actor_rollout_ref.actor.megatron.tensor_model_parallel_size`` all say ``tensor_model_parallel_size`` = 4. Nothing is run or imported. Sizes that
-nobody writes are those that the reader of the configuration takes (:mod:`.defaults`).
+nobody writes are those that the reader of the configuration takes (:mod:`tio_megatron.integrations.option_facts`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from tio_megatron.contract.messages import cut, named
+from tio_megatron.contract.messages import cut
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.strict_yaml import read_yaml
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
-from tio_megatron.verify.doctor import defaults, megatron_names, running, vllm_names
+from tio_megatron.integrations.option_facts import options
+from tio_megatron.integrations.vllm import refused_options
+from tio_megatron.verify.doctor import running
 from tio_megatron.verify.doctor.arguments import arguments, split, value_of
 from tio_megatron.verify.doctor.running import Kind, Running
-from tio_megatron.verify.doctor.shell import Variables
-from tio_megatron.verify.doctor.shell_parts import Part, parts
 
 Side = Literal["trainer", "rollout"]
 VERL: dict[Side, tuple[tuple[str, ...], ...]] = {
@@ -53,13 +53,11 @@ OPTIMIZERS = frozenset("optimizer use_precision_aware_optimizer optimizer_cpu_of
 """Of ``optim``, what decides how an update is computed."""
 VERL_OVERRIDE = re.compile(r"\+{0,2}((?:actor_rollout_ref|trainer|data|algorithm)(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 """How a verl launch script writes a setting."""
-_RAYS = re.compile(r"\+{0,2}ray_kwargs\.ray_init\.runtime_env\.env_vars\.(\w+)=['\"]?([^'\"]*)['\"]?")
-"""A variable that Ray sets for verl's workers."""
 _GROUP = re.compile(r"[+~]*\w+(?:/\w+)+(?:@[\w.]+)?=|[+~]*\w+@[\w.]+=")
 """How one of Hydra's groups is given another choice."""
 _CONFIG = re.compile(r"(--config-name|--config-path|--config-dir|-cn|-cp|-cd)(?:=(.*))?", re.DOTALL)
 _VERLS_OWN = frozenset("ppo_trainer ppo_trainer.yaml ppo_megatron_trainer ppo_megatron_trainer.yaml config".split())
-WHOLE = frozenset({*vllm_names.DECIDING, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
+WHOLE = frozenset({*refused_options.UNJUDGED, "hf_overrides", "override_generation_config", "speculative_config", "kv_transfer_config"})
 """Options of vLLM whose value is a mapping of its own: what is in it is no option."""
 MOST_BYTES = 4 << 20
 DEEPEST = 64
@@ -92,14 +90,8 @@ class Configured:
     layout: TrainerLayout | RolloutLayout
     settings: Mapping[str, Any]
     kind: Kind = "words"
-    taken: Mapping[str, str] = field(default_factory=dict)
-    """Variables of a launch script that were filled in (:mod:`.shell`)."""
-    reads: tuple[str, ...] = ()
-    """Files that the script reads, which were not."""
     holes: tuple[str, ...] = ()
-    """Words of the script's command that are a variable which is not known."""
-    sets: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the environment that the script sets."""
+    """Words of the command that may hold any option."""
 
     @property
     def running(self) -> Running:
@@ -110,7 +102,7 @@ class Configured:
 
 
 def trainer(source: str) -> Configured:
-    """A trainer's layout from words (``tp2+ep2``), Megatron arguments, or a file (a script, YAML or JSON of arguments, a verl config).
+    """A trainer's layout from words (``tp2+ep2``), Megatron arguments, or a file (YAML or JSON of arguments, a verl config).
 
     Raises:
         ValueError: cannot be read, a setting has two values, or the sizes do not fit each other.
@@ -119,18 +111,18 @@ def trainer(source: str) -> Configured:
 
 
 def _trainer(source: str) -> Configured:
-    settings, kind, variables = _read(source, "trainer")
+    settings, kind, holes = _read(source, "trainer")
     if settings is None:
         return Configured(TrainerLayout.parse(source), {})
     strategy = settings.get("strategy", "megatron") if kind == "verl" else "megatron"
     if strategy != "megatron":
         raise ValueError(f"{source}: the actor's strategy is {strategy!r}; only megatron has layers here (model_engine=megatron)")
     if kind == "verl":
-        settings = {**{name: defaults.VERL_TRAINER[name] for name in (*TRAINER_NAMES.values(), "nnodes", "n_gpus_per_node", *DECIDE)}, **settings}
+        verls = {**options("verl").defaults["trainer"], **running.VERL_MAKES}
+        settings = {**{name: verls[name] for name in (*TRAINER_NAMES.values(), "nnodes", "n_gpus_per_node", *DECIDE)}, **settings}
     sizes = {name: _whole(settings, option) for name, option in TRAINER_NAMES.items()}
     if not any(sizes.values()) and "num_layers" not in settings:
-        left = f"; not followed here: {named(variables.holes, most=3)}" if variables.holes else ""
-        raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2){left}")
+        raise ValueError(f"{source}: none of {', '.join(TRAINER_NAMES.values())} is set; is it a trainer's configuration? (words work too: tp2+ep2)")
     for name in DECIDE:
         _known(name, settings.get(name), "it out", settings)
     tp, pp, cp = sizes["tp"] or 1, sizes["pp"] or 1, sizes["cp"] or 1
@@ -147,11 +139,11 @@ def _trainer(source: str) -> Configured:
         dp=None if world is None else world // (tp * pp * cp),
         dispatcher=str(settings.get("moe_token_dispatcher_type", "allgather")),
     )
-    return Configured(layout, settings, kind, variables.taken, tuple(variables.reads), tuple(variables.holes), variables.sets)
+    return Configured(layout, settings, kind, holes)
 
 
 def rollout(source: str) -> Configured:
-    """A rollout engine's layout from words (``tp2+ep``), vLLM arguments, or a file (a script, YAML or JSON of arguments, a verl config).
+    """A rollout engine's layout from words (``tp2+ep``), vLLM arguments, or a file (YAML or JSON of arguments, a verl config).
 
     Raises:
         ValueError: as :func:`trainer`.
@@ -170,11 +162,11 @@ def _naming(source: str, read: Callable[[str], Configured]) -> Configured:
 
 
 def _rollout(source: str) -> Configured:
-    settings, kind, variables = _read(source, "rollout")
+    settings, kind, holes = _read(source, "rollout")
     if settings is None:
         return Configured(RolloutLayout.parse(source), {})
     if kind == "verl":
-        settings.setdefault("tensor_model_parallel_size", defaults.VERL_ROLLOUT["tensor_model_parallel_size"])
+        settings.setdefault("tensor_model_parallel_size", options("verl").defaults["rollout"]["tensor_model_parallel_size"])
     for theirs, vllms in ALIASES.items():
         if theirs in settings and vllms not in settings:
             settings[vllms] = settings[theirs]
@@ -184,65 +176,43 @@ def _rollout(source: str) -> Configured:
     _known("enable_expert_parallel", expert, "it out", settings)
     if expert is None:
         expert = (_whole(settings, "expert_parallel_size") or 1) > 1
-    return Configured(
-        RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)),
-        settings,
-        kind,
-        variables.taken,
-        tuple(variables.reads),
-        tuple(variables.holes),
-        variables.sets,
-    )
+    return Configured(RolloutLayout(_whole(settings, "tensor_parallel_size") or 1, bool(expert)), settings, kind, holes)
 
 
-def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind, Variables]:
-    """The settings of one side in ``source``, who reads them, and the variables in it; None when it is neither a file nor arguments, so words.
+def _read(source: str, side: Side) -> tuple[dict[str, Any] | None, Kind, tuple[str, ...]]:
+    """The settings of one side in ``source``, who reads them, and words that may hold more; no settings when it is neither a file nor arguments, so words.
 
     Raises:
         ValueError: a file that cannot be read, too large to be a configuration, or in which one name has two values.
     """
     path = Path(source)
-    if "--" not in source and path.suffix.lower() in (".yaml", ".yml", ".json", ".sh", ".txt", ".args") and not os.path.isfile(source):
+    suffix = path.suffix.lower()
+    if "--" not in source and suffix in (".yaml", ".yml", ".json", ".sh", ".txt", ".args") and not os.path.isfile(source):
         raise ValueError(f"{source}: no such file")
     if os.path.isfile(source):  # False, not an error, for arguments that are too long for a name
         text = _text(path)
-        if path.suffix.lower() in (".yaml", ".yml", ".json"):
-            return *_tree(_parsed(path, text), side, source), _NONE
-        return _words(text, side, source)
+        if suffix in (".yaml", ".yml", ".json"):
+            return *_tree(_parsed(path, text), side, source), ()
+        if suffix in (".sh", ".slurm", ".sbatch") or text.startswith("#!"):
+            raise ValueError(f"{source}: a script is not read; tio doctor --run -- bash {source} records what it starts, and judges that")
+        return of_words(split(text, source), side, source)
     if "--" in source or source.startswith("-") or VERL_OVERRIDE.search(source):
-        return _words(source, side, "the arguments")
-    return None, "words", _NONE
+        return of_words(split(source, "the arguments"), side, "the arguments")
+    return None, "words", ()
 
 
-_NONE = Variables("", {})
-
-
-def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Variables]:
-    """Of a command line or a script: verl's overrides where there are some, else arguments."""
-    script = os.path.isfile(source)
-    try:
-        variables = Variables(text if script else "", os.environ)
-        found = parts(variables) if script else [Part(tuple(filled for word in split(text, source) for filled in variables.fill(word)))]
-    except ValueError as error:
-        raise ValueError(f"{source}: cannot be split into arguments ({error})" if script else str(error)) from error
-    pairs = [[(one[1], one[2]) for word in part.words if (one := VERL_OVERRIDE.fullmatch(_of_array(word)))] for part in found]
-    strings = [string for part in found for string in part.strings]
-    if not any(pairs):
-        short = vllm_names.SHORT if side == "rollout" else {}
-        read = [(part, arguments(part.words, short, script=script)) for part in found]
-        read = [(part, said) for part, said in read if part.runs or any(_is_option(word, side) for word in part.words)]
-        variables.holes = [*(hole for part, _ in read for hole in part.holes), *strings]
-        return _agreed([said for _, said in read]), "megatron-lm" if side == "trainer" else "vllm", variables
-    variables.holes = [hole for part, own in zip(found, pairs, strict=True) if own or part.runs for hole in part.holes]
-    words = [word for part in found for word in part.words]
+def of_words(words: Sequence[str], side: Side, source: str) -> tuple[dict[str, Any], Kind, tuple[str, ...]]:
+    """Of a command line: verl's overrides where there are some, else arguments."""
+    pairs = [(found[1], found[2]) for word in words if (found := VERL_OVERRIDE.fullmatch(word))]
+    if not pairs:
+        engine: Kind = "megatron-lm" if side == "trainer" else "vllm"
+        return arguments(words, engine), engine, tuple(_alone(words, engine))
     if gone := [word for word in words if re.match(r"~(?:actor_rollout_ref|trainer)\b", word)]:
         raise ValueError(f"{source}: {cut(gone[0], 120)} takes a setting away; write what it shall be")
-    tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if "ppo_megatron_trainer" in text else {}}
+    tree: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "megatron"}} if any("ppo_megatron_trainer" in word for word in words) else {}}
     if engines := [word.partition("=")[2] for word in words if re.match(r"\+{0,2}model_engine=", word)]:
         tree["model_engine"] = engines[-1]
-    variables.sets |= {one[1]: one[2] for word in words if (one := _RAYS.fullmatch(word))}
-    variables.holes += [*strings, *_other_configurations(words)]
-    for way, value in _agreed([dict(own) for own in pairs]).items():  # within one command the last holds, as in Hydra
+    for way, value in dict(pairs).items():  # the last holds, as in Hydra
         *parents, name = way.split(".")
         _not_deeper([*parents, name])
         here = tree
@@ -252,7 +222,15 @@ def _words(text: str, side: Side, source: str) -> tuple[dict[str, Any], Kind, Va
                 below = here[parent] = {}
             here = below
         here[name] = _laid_over(here.get(name), _hydras(value.strip("'\"")))
-    return *_tree(tree, side, source), variables
+    return *_tree(tree, side, source), tuple(_other_configurations(words))
+
+
+def _alone(words: Sequence[str], engine: Kind) -> Iterator[str]:
+    """Variables that are no option's value."""
+    for before, word in itertools.pairwise(["", *words]):
+        flag = options(engine).flag(before)
+        if re.fullmatch(r"\$\{?\w+(\[@\])?\}?", word) and (not before.startswith("-") or "=" in before or (flag is not None and flag.words == 0)):
+            yield word
 
 
 def _other_configurations(words: Sequence[str]) -> Iterator[str]:
@@ -264,36 +242,6 @@ def _other_configurations(words: Sequence[str]) -> Iterator[str]:
             named = following if found[2] is None else found[2]
             if named.rstrip("/").rpartition("/")[2] not in _VERLS_OWN:
                 yield f"{found[1]} {named}"
-
-
-def _is_option(word: str, side: Side) -> bool:
-    """Whether it is a long option that the side's program has."""
-    name = word[2:].partition("=")[0].replace("-", "_").removeprefix("no_" if side == "trainer" else "")
-    names = megatron_names.KNOWN if side == "trainer" else vllm_names.JUDGED | vllm_names.NEUTRAL | {*vllm_names.DECIDING, *defaults.VLLM_ENGINE}
-    return word.startswith("--") and name in names
-
-
-def _agreed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of two values of one name in different commands, arrays or branches of a script nobody knows which holds.
-
-    >>> _agreed([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
-    {'a': 1, 'b': '$(2 or 3)'}
-    """
-    said: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, value in part.items():
-            if value not in said.setdefault(name, []):
-                said[name].append(value)
-    return {name: values[0] if len(values) == 1 else f"$({' or '.join(map(str, values))})" for name, values in said.items()}
-
-
-def said_twice(value: str) -> bool:
-    """Whether :func:`_agreed` has found more than one.
-
-    >>> said_twice("$(2 or 3)"), said_twice("$TP")
-    (True, False)
-    """
-    return value.startswith("$(") and " or " in value
 
 
 def _laid_over(before: Any, value: Any) -> Any:
@@ -316,16 +264,6 @@ def _hydras(text: str) -> Any:
             return text
         return value if isinstance(value, dict) else text
     return value_of(text)
-
-
-def _of_array(word: str) -> str:
-    """A word of a shell's array, ``name=(first second last)``, without what makes it one.
-
-    >>> [_of_array(word) for word in ("mine=(a.b=1", "a.c=[1,2])", "a.d=(1)", "--x=(1")]
-    ['a.b=1', 'a.c=[1,2]', 'a.d=(1)', '--x=(1']
-    """
-    word = re.sub(r"^\w+\+?=\((?=\+*[\w.]+=)", "", word)
-    return word[:-1] if word.endswith(")") and word.count(")") > word.count("(") else word
 
 
 def _text(path: Path) -> str:
@@ -362,15 +300,25 @@ def _tree(data: Any, side: Side, source: str) -> tuple[dict[str, Any], Kind]:
         return {**_flat(pairs, source), **_verls(data, pairs)}, "verl"
     if side == "rollout":
         return _flat(_leaves(data, ()), source), "vllm"
-    return _flat(_leaves(data, ()), source), "transformer-config" if "language_model" in data or "model_parallel" in data else "megatron-lm"
+    return _named_as_parsed(_flat(_leaves(data, ()), source)), "megatron-core" if "language_model" in data or "model_parallel" in data else "megatron-lm"
+
+
+def _named_as_parsed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of Megatron-LM's arguments names a field or spells the argument; ``disable_bias_linear: true`` is ``add_bias_linear`` = False."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        flag = None if name in options("megatron-lm").defaults else options("megatron-lm").flag("--" + name.replace("_", "-"))
+        if flag is None:
+            found[name] = value
+        elif flag.words != 0 or value:  # a switch that is false says nothing
+            found[flag.name] = flag.value if flag.words == 0 else value
+    return found
 
 
 def _verls(data: Mapping[Any, Any], pairs: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     """Of verl's model, which both sides read; and which names were written as megatron-core's or vLLM's own, not as verl's."""
     model = {".".join(way): value for way, value in _leaves(_below(data, ("actor_rollout_ref", "model")), ())}
     found: dict[str, Any] = {"model_path": model["path"]} if model.get("path") is not None else {}
-    if model.get("lora_rank") and "$" not in str(model["lora_rank"]):  # else named by :mod:`.verl_start`
-        found["model_lora_rank"] = model["lora_rank"]
     if isinstance(data["actor_rollout_ref"], Mapping):
         found["actor_rollout_ref"] = data["actor_rollout_ref"]
     for part in ("override_transformer_config", "engine_kwargs"):
@@ -422,8 +370,6 @@ def _flat(pairs: Iterator[tuple[tuple[str, ...], Any]] | Sequence[tuple[tuple[st
 def _known(name: str, value: Any, what: str, settings: Mapping[str, Any]) -> None:
     if isinstance(value, str) and "$" in value:
         theirs = ", or have verl write all (bash SCRIPT --cfg job --resolve)" if "actor_rollout_ref" in settings else ""
-        if said_twice(value):
-            raise ValueError(f"{name} is said in several places, {value[2:-1]}: which one holds is not followed here; write {what} once{theirs}")
         raise ValueError(f"{name} is {value!r}, a variable that is not set here; write {what}{theirs}")
 
 

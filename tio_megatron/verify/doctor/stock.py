@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.verify.doctor.findings import Finding, Level
-from tio_megatron.verify.doctor.options import OFF, TOPIC
+from tio_megatron.contract.findings import Finding, Level
+from tio_megatron.verify.doctor.options import OFF, written
 from tio_megatron.verify.doctor.running import Running
-from tio_megatron.verify.doctor.spelling import written
 
 
 @dataclass(frozen=True)
@@ -88,4 +87,4 @@ def check(trainer: Running, rollout: Running) -> Iterator[Finding]:
             on = value in effect.values if effect.values is not None else value not in OFF and value not in (1, "auto") or value is True
             if on:
                 works = written(run.kind, effect.option, effect.works.value) if isinstance(effect.works, Instead) else effect.works
-                yield Finding(effect.level, TOPIC, f"{side}: {effect.option} = {value!r}{run.origin(effect.option)}: {effect.why}", works)
+                yield Finding(effect.why, works, effect.option, value, side, run.origin(effect.option), level=effect.level)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tio_megatron.contract.findings import Level
 from tio_megatron.integrations.npu_switches import SWITCHES as NPU
-from tio_megatron.verify.doctor.findings import Level
 
 ANY = ("*",)
 UNSET = "unset"

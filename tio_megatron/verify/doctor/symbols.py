@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from tio_megatron.contract.findings import Finding
 from tio_megatron.integrations.patching import MovedSymbolError, author_of
-from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "patches"
 
@@ -32,7 +32,7 @@ def check(modules: Sequence[str] = ()) -> Iterator[Finding]:
         session = state.session()
         yield from _unapplied() if session is None else _applied(session.contract.fingerprint())
     else:
-        yield Finding("note", TOPIC, "megatron-core is not installed: its symbols were not looked at")
+        yield Finding("megatron-core is not installed: its symbols were not looked at", level="note", topic=TOPIC)
     if importlib.util.find_spec("vllm") is not None:
         yield from _entry_point()
 
@@ -43,11 +43,11 @@ def _applied(fingerprint: str) -> Iterator[Finding]:
 
     how, lost = patched(), problems()
     for line in lost:
-        yield Finding("bad", TOPIC, line, "apply tio_megatron last, or through the other's patch manager where it has one")
+        yield Finding(line, "apply tio_megatron last, or through the other's patch manager where it has one", topic=TOPIC)
     for symbol, others in how["shared"].items():
-        yield Finding("note", TOPIC, f"{symbol} is shared with {others}", "")
+        yield Finding(f"{symbol} is shared with {others}", "", level="note", topic=TOPIC)
     if not lost:
-        yield Finding("ok", TOPIC, f"megatron-core: {len(how['symbols'])} symbols are ours, through {how['through']}; contract {fingerprint}")
+        yield Finding(f"megatron-core: {len(how['symbols'])} symbols are ours, through {how['through']}; contract {fingerprint}", level="ok", topic=TOPIC)
 
 
 def _unapplied() -> Iterator[Finding]:
@@ -59,22 +59,22 @@ def _unapplied() -> Iterator[Finding]:
         try:
             owner, name = patch.owner()
         except MovedSymbolError as error:
-            yield Finding("bad", TOPIC, str(error), f"install {patch.supported}")
+            yield Finding(str(error), f"install {patch.supported}", topic=TOPIC)
             continue
         if name not in vars(owner):
             if not patch.may_be_absent:
-                yield Finding("bad", TOPIC, f"{patch.target} is not there", f"install {patch.supported}")
+                yield Finding(f"{patch.target} is not there", f"install {patch.supported}", topic=TOPIC)
             continue
         author = author_of(vars(owner)[name])
         if author not in ("megatron", "torch", ""):
             yield Finding(
-                "note",
-                TOPIC,
                 f"{patch.target} is {author}'s, patched before tio_megatron",
                 f"apply tio_megatron after {author}, or through its patch manager where it has one",
+                level="note",
+                topic=TOPIC,
             )
     works = "tio doctor --import tio_megatron.auto with TIO_CONTRACT set looks at a process that applies one"
-    yield Finding("note", TOPIC, f"megatron-core: no contract is applied in this process ({len(patches)} symbols would be patched)", works)
+    yield Finding(f"megatron-core: no contract is applied in this process ({len(patches)} symbols would be patched)", works, level="note", topic=TOPIC)
 
 
 def _entry_point() -> Iterator[Finding]:
@@ -85,19 +85,18 @@ def _entry_point() -> Iterator[Finding]:
     found = [point for point in entry_points(group="vllm.general_plugins") if point.name == "tio_megatron"]
     if not found:
         yield Finding(
-            "bad",
-            TOPIC,
             "vLLM has no entry point tio_megatron: its processes would not load the plug-in",
             "install the package (pip install, or make setup), not only its path",
+            topic=TOPIC,
         )
         return
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "tio_megatron" not in allowed.split(","):
-        yield Finding("bad", TOPIC, f"VLLM_PLUGINS={allowed!r} leaves tio_megatron out", "add tio_megatron to VLLM_PLUGINS, or unset it")
+        yield Finding(f"VLLM_PLUGINS={allowed!r} leaves tio_megatron out", "add tio_megatron to VLLM_PLUGINS, or unset it", topic=TOPIC)
         return
     yield Finding(
-        "ok",
-        TOPIC,
         "vLLM loads the plug-in in every process"
         + ("" if os.environ.get("TIO_CONTRACT") else "; it stays off until TIO_CONTRACT is set or engine_options() is used"),
+        level="ok",
+        topic=TOPIC,
     )

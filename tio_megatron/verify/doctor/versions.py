@@ -7,9 +7,9 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
+from tio_megatron.contract.findings import Finding
 from tio_megatron.integrations import releases, strangers
 from tio_megatron.integrations.megatron.versions import FULL
-from tio_megatron.verify.doctor.findings import Finding
 
 TOPIC = "versions"
 PYTHON = (3, 11)
@@ -53,9 +53,9 @@ def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
     """
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < PYTHON:
-        yield Finding("bad", TOPIC, f"Python {found}", "Python 3.11 would work")
+        yield Finding(f"Python {found}", "Python 3.11 would work", topic=TOPIC)
     else:
-        yield Finding("ok", TOPIC, f"Python {found} on {platform.machine()}")
+        yield Finding(f"Python {found} on {platform.machine()}", level="ok", topic=TOPIC)
     works = supported()
     ascend = on_npu() if device == "npu" else {}
     works |= {package: known for package, known in ascend.items() if package in works}
@@ -63,21 +63,23 @@ def check(needed: Sequence[str] = (), device: str = "cpu") -> Iterator[Finding]:
         version = releases.installed(package)
         if version is None:
             yield Finding(
-                "bad" if package in needed else "note",
-                TOPIC,
                 f"{package} is not installed",
                 f"{package} {works[package][0]} works" if package in works else f"{package} works",
+                level="bad" if package in needed else "note",
+                topic=TOPIC,
             )
         elif package in works and version.partition("+")[0] not in works[package]:
             known = " or ".join(works[package])
-            yield Finding("bad", TOPIC, f"{package} {version} is installed: its symbols and arithmetic are not known here", f"{package} {known} works")
+            yield Finding(f"{package} {version} is installed: its symbols and arithmetic are not known here", f"{package} {known} works", topic=TOPIC)
         elif package == "megatron-core" and version != works.get(package, (version,))[0]:
-            yield Finding("note", TOPIC, f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both")
+            yield Finding(
+                f"megatron-core {version} scores under a contract and does not train", f"megatron-core {works[package][0]} does both", level="note", topic=TOPIC
+            )
         else:
-            yield Finding("ok", TOPIC, f"{package} {version}")
+            yield Finding(f"{package} {version}", level="ok", topic=TOPIC)
     if device == "npu" and not ascend and releases.installed("vllm") is not None:
         what = "vllm-ascend is not installed: an engine on an NPU needs it, and the vLLM and torch that it is for"
-        yield Finding("note", TOPIC, what, "look where the rollout runs")
+        yield Finding(what, "look where the rollout runs", level="note", topic=TOPIC)
     yield from untested()
     yield from _strangers()
 
@@ -89,7 +91,7 @@ def untested() -> Iterator[Finding]:
         if version is None or version.partition("+")[0] in known:
             continue
         works = f"{package} {' or '.join(known)}" if known else "compare a small run with one without it (tio logdiff)"
-        yield Finding("note", TOPIC, f"{package} {version} is installed: nobody has tested tio_megatron with this release", works)
+        yield Finding(f"{package} {version} is installed: nobody has tested tio_megatron with this release", works, level="note", topic=TOPIC)
 
 
 def _strangers() -> Iterator[Finding]:
@@ -104,11 +106,13 @@ def _strangers() -> Iterator[Finding]:
             continue
         unrelated = strangers.unrelated_apex() if module == "apex" else None
         if unrelated is not None:
-            yield Finding("note", TOPIC, f"{unrelated} is PyPI's unrelated project, not NVIDIA's: megatron-core tries to use it", "pip uninstall apex")
+            yield Finding(
+                f"{unrelated} is PyPI's unrelated project, not NVIDIA's: megatron-core tries to use it", "pip uninstall apex", level="note", topic=TOPIC
+            )
             continue
         yield Finding(
-            "note",
-            TOPIC,
             f"{module} is importable: stock megatron-core takes {replaced} from it, so ranks or sides without it compute otherwise",
             "install it on all ranks or on none; under the contract its sums are not used",
+            level="note",
+            topic=TOPIC,
         )

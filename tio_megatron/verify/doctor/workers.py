@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tio_megatron.contract.findings import Finding, Level
 from tio_megatron.contract.messages import cut, named, shown
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.integrations import handshake
 from tio_megatron.integrations.handshake_files import FORMAT, SUFFIX, VARIABLE
 from tio_megatron.integrations.switch_names import OURS
 from tio_megatron.verify.doctor import switches
-from tio_megatron.verify.doctor.findings import Finding, Level
 from tio_megatron.verify.doctor.switch_table import HARMLESS
 
 TOPIC = "workers"
@@ -63,13 +64,11 @@ def check(answers: Sequence[Mapping[str, Any]], device: str = "cpu", contract: s
         for held in jobs.values():
             theirs = wanted.fingerprint(held[0]["kernels"])
             if held[0]["contract"] != theirs:
-                yield Finding(
-                    "bad", TOPIC, f"{_name(held)}: contract {cut(held[0]['contract'])}, not {theirs} as asked for", "the same TIO_CONTRACT everywhere"
-                )
+                yield Finding(f"{_name(held)}: contract {cut(held[0]['contract'])}, not {theirs} as asked for", "the same TIO_CONTRACT everywhere", topic=TOPIC)
     if len({held[0]["contract"] for held in jobs.values()}) > 1:
         each = "; ".join(f"{_name(held)}: {cut(held[0]['contract'])}" for held in jobs.values())
         yield Finding(
-            "bad", TOPIC, f"jobs in this folder run other contracts: {each}", "the same TIO_CONTRACT for trainer and rollout; a new folder for each run"
+            f"jobs in this folder run other contracts: {each}", "the same TIO_CONTRACT for trainer and rollout; a new folder for each run", topic=TOPIC
         )
 
 
@@ -79,21 +78,17 @@ def _job(held: Sequence[Mapping[str, Any]], device: str) -> Iterator[Finding]:
     expected = sorted({rank for answer in held for rank in answer["ranks"]})
     missing = sorted(set(expected) - {answer["rank"] for answer in held})
     if missing:
-        yield Finding("bad", TOPIC, f"{name}: no answer from rank {named([str(rank) for rank in missing])} of {len(expected)}", _PERHAPS)
-    lines = handshake.differences([{**answer, "problems": []} for answer in held])
-    for line in lines:
-        what, _, works = line.rpartition("; ")
-        yield Finding("bad", TOPIC, f"{name}: {cut(what, 1000)}", works)
-    for answer in held:
-        for problem in answer["problems"]:
-            yield Finding("bad", TOPIC, f"{name}: {handshake.who(answer)}: {cut(problem, 1000)}")
-    if not missing and not lines and not any(answer["problems"] for answer in held):
+        yield Finding(f"{name}: no answer from rank {named([str(rank) for rank in missing])} of {len(expected)}", _PERHAPS, topic=TOPIC)
+    found = handshake.differences(held)
+    for finding in found:
+        yield replace(finding, why=cut(finding.why, 1000), side=f"{name}: {cut(finding.side)}", topic=TOPIC)
+    if not missing and not found:
         first = held[0]
         age = max(0.0, time.time() - max(answer["time"] for answer in held))
         said = f"{len(held)} of {len(expected)} workers run contract {cut(first['contract'])}, tio_megatron {first['tio_megatron']}, torch {first['torch']}"
-        yield Finding("ok", TOPIC, f"{name}: {said}, {len(first['symbols'])} symbols patched; {age:.0f} s ago")
+        yield Finding(f"{name}: {said}, {len(first['symbols'])} symbols patched; {age:.0f} s ago", level="ok", topic=TOPIC)
     for symbol, others in sorted({pair for answer in held for pair in answer["shared"].items()}):
-        yield Finding("note", TOPIC, f"{name}: {cut(symbol)} is shared with {cut(str(others))}")
+        yield Finding(f"{name}: {cut(symbol)} is shared with {cut(str(others))}", level="note", topic=TOPIC)
     yield from _switches(name, held, device)
 
 
@@ -108,7 +103,7 @@ def _switches(name: str, held: Sequence[Mapping[str, Any]], device: str) -> Iter
             apart.add(variable)
             each = ", ".join(f"{value} in rank {named([str(rank) for rank in ranks])}" for value, ranks in values.items())
             level: Level = "bad" if variable in OURS else "note"
-            yield Finding(level, TOPIC, f"{name}: {variable} is {each}", "the same in the environment of every worker")
+            yield Finding(f"{name}: {variable} is {each}", "the same in the environment of every worker", level=level, topic=TOPIC)
     seen: dict[Finding, list[int]] = defaultdict(list)
     for answer in held:
         for finding in switches.judged(device, answer["switches"], plugged=True, started=True):
@@ -116,7 +111,7 @@ def _switches(name: str, held: Sequence[Mapping[str, Any]], device: str) -> Iter
                 seen[finding].append(answer["rank"])
     for finding, ranks in seen.items():
         where = "every worker" if len(ranks) == len(held) else f"rank {named([str(rank) for rank in ranks])}"
-        yield Finding(finding.level, TOPIC, f"{name}: {where}: {finding.what}", finding.works)
+        yield replace(finding, side=f"{name}: {where}", topic=TOPIC)
 
 
 def _name(held: Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tio_megatron.contract.findings import Finding
+
 OFF = (False, None, 0)
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -121,8 +123,8 @@ class Asked:
     sleep: bool
 
 
-def problems(config: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """One line for every option that is not covered, beside those that hold on every platform.
+def problems(config: Any, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """What is found of every option that is not covered, beside those that hold on every platform.
 
     Args:
         config: of the engine (``VllmConfig``).
@@ -134,25 +136,25 @@ def problems(config: Any, environment: Mapping[str, str] = os.environ) -> Iterat
     yield from _engine(config)
 
 
-def of_additional(given: Mapping[str, Any]) -> Iterator[str]:
-    """One line for every key of ``additional_config`` that is not covered."""
+def of_additional(given: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is found of every key of ``additional_config`` that is not covered."""
     for key, (works, why) in OPTIONS.items():
         if key in given and not any(given[key] == value and type(given[key]) is not bool or given[key] is value for value in works):
-            yield f"additional_config[{key!r}]={given[key]!r}: {why}; {' or '.join(map(repr, works))} would work"
+            yield Finding(why, f"{' or '.join(map(repr, works))} would work", f"additional_config[{key!r}]", given[key])
 
 
-def of_environment(environment: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[str]:
-    """One line for every variable that is not covered, beside the ``additional_config`` that is given."""
+def of_environment(environment: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is found of every variable that is not covered, beside the ``additional_config`` that is given."""
     for name, (works, why) in ENVIRONMENT.items():
         covered = DEFAULTS_THAT_ARE_REFUSED.get(name)
         if covered is not None and given.get(covered) in OPTIONS[covered][0]:
             continue
         value = environment.get(name, works if covered is None else None)
         if value != works:
-            yield f"{name}={value}: {why}; set {name}={works}"
+            yield Finding(why, f"set {name}={works}", name, value, topic="environment")
 
 
-def _engine(config: Any) -> Iterator[str]:
+def _engine(config: Any) -> Iterator[Finding]:
     model, cache, mode = config.model_config, config.cache_config, config.compilation_config.cudagraph_mode
     asked = Asked(
         enforce_eager=bool(model.enforce_eager),
@@ -167,19 +169,21 @@ def _engine(config: Any) -> Iterator[str]:
     yield from of_engine(asked)
 
 
-def of_engine(asked: Asked) -> Iterator[str]:
-    """One line for every option of the engine itself that is not covered."""
+def of_engine(asked: Asked) -> Iterator[Finding]:
+    """What is found of every option of the engine itself that is not covered."""
     if not asked.enforce_eager or asked.graphs:
-        yield "graphs (cudagraph_mode, enforce_eager=False): a captured graph replays vllm-ascend's attention parameters; use enforce_eager=True"
+        why = "a captured graph replays vllm-ascend's attention parameters"
+        yield Finding(why, "use enforce_eager=True", "graphs (cudagraph_mode, enforce_eager=False)")
     if asked.dtype != "bfloat16":
-        yield f"dtype {asked.dtype}: the NPU family takes bfloat16; use bfloat16"
+        yield Finding("the NPU family takes bfloat16", "use bfloat16", "dtype", asked.dtype)
     if asked.block_size not in (None, PAGE):
-        yield f"block_size {asked.block_size}: the paged operator's pages; use {PAGE}"
+        yield Finding("the paged operator's pages", f"use {PAGE}", "block_size", asked.block_size)
     if asked.logprobs_mode != "raw_logprobs":
-        yield f"logprobs_mode {asked.logprobs_mode}: vllm-ascend's sampler gives no others than raw_logprobs; use raw_logprobs"
+        yield Finding("vllm-ascend's sampler gives no others than raw_logprobs", "use raw_logprobs", "logprobs_mode", asked.logprobs_mode)
     if asked.weight_transfer:
-        yield "weight_transfer_config: vLLM 0.23 moves weights layer by layer past ours; load a file with collective_rpc('tio_load', args=(path,))"
+        why = "vLLM 0.23 moves weights layer by layer past ours"
+        yield Finding(why, "load a file with collective_rpc('tio_load', args=(path,))", "weight_transfer_config")
     if asked.async_scheduling:
-        yield "async_scheduling: lengths of the next step are then on the device; use async_scheduling=False"
+        yield Finding("lengths of the next step are then on the device", "use async_scheduling=False", "async_scheduling", True)
     if asked.sleep:
-        yield "enable_sleep_mode: packed weights are not in vllm-ascend's pool; leave it out"
+        yield Finding("packed weights are not in vllm-ascend's pool", "leave it out", "enable_sleep_mode", True)
