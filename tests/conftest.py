@@ -10,9 +10,7 @@ CARE = {
     "every mistake that a user makes": ["bad_input", "commands/test_hard_input.py"],
     "damaged files": ["fuzz"],
     "what is installed": ["packaging"],
-    "scripts that the doctor reads": [
-        "verify/doctor/test_coverage.py", "verify/doctor/test_examine.py", "verify/doctor/test_variables.py", "verify/doctor/test_workers.py",
-    ],
+    "runs that the doctor reads": ["verify/doctor/test_dry_run.py", "verify/doctor/test_examine.py", "verify/doctor/test_workers.py"],
     "tables of the diagnosis": [
         "verify/test_beyond_rounding.py", "verify/test_masks_told.py", "verify/test_named_on_hf.py", "verify/test_no_sum.py", "verify/test_orders_named.py",
         "verify/test_told_apart.py", "verify/test_types_told.py", "verify/test_unseen.py", "verify/test_variants_named.py",

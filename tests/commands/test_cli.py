@@ -89,7 +89,7 @@ def test_no_engine_is_needed_to_diagnose(tmp_path):
     command = [sys.executable, "-c", BLOCKED, "diagnose", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     answer = json.loads(done.stdout)
-    assert done.returncode == 1 and (answer["point"], answer["rows"], answer["first"]) == ("layers.0.attn_norm", 1, [0, 1]), done.stderr
+    assert done.returncode == 2 and (answer["point"], answer["rows"], answer["first"]) == ("layers.0.attn_norm", 1, [0, 1]), done.stderr
 
 
 def test_python_m_is_the_same():

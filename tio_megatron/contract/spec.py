@@ -168,13 +168,13 @@ class Contract:
         """``model`` under this contract, to be asked which layouts and sizes fit; arguments as :meth:`problems`."""
         return Side(dataclasses.asdict(self.cuts), self.family, model, serving)
 
-    def check(self, layout: Layout, model: ModelShape) -> None:
-        """Refuse a layout whose cuts do not fall on leaves.
+    def check(self, layout: Layout, model: ModelShape, *, serving: bool = False) -> None:
+        """Refuse a layout whose cuts do not fall on leaves; arguments as :meth:`problems`.
 
         Raises:
             ValueError: lists every such product and what would work.
         """
-        found = [str(problem) for problem in self.problems(layout, model)]
+        found = [str(problem) for problem in self.problems(layout, model, serving=serving)]
         if found:
             raise ValueError(f"layout {layout} does not fit the contract:\n  " + "\n  ".join(found))
 

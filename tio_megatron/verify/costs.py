@@ -59,7 +59,7 @@ def rollout(contract: Contract, model: ModelShape, layout: Layout, tokens: int) 
 
     Args and errors as :func:`training`.
     """
-    contract.check(layout, model)
+    contract.check(layout, model, serving=True)
     rows = [*_sums(model, layout, tokens, backward=False)]
     if model.experts and layout.tp > 1:
         stock = 2 * (layout.tp - 1) * tokens * model.hidden * ACTIVATION // layout.tp

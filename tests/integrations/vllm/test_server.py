@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -189,6 +190,22 @@ def test_half_an_update_is_503_and_a_whole_one_mends_it(server: Server, engine: 
     for status, answer in (waiting[0], server.complete(PROMPTS[2])):
         assert status == 200, answer
         check(engine, tokenized[1], answer["choices"][0])
+
+
+def test_a_request_that_a_load_finds_running_is_503(server: Server, engine: Engine, tokenized: tuple[Path, Path]) -> None:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(server.complete(PROMPTS[0], max_tokens=900, prompt_logprobs=None)))
+    thread.start()
+    while not re.search(rb"^vllm:num_requests_running\S* 1", server.get("/metrics"), re.MULTILINE) and thread.is_alive():
+        time.sleep(0.05)
+    assert server.post("/collective_rpc", method="tio_load", args=[str(tokenized[1] / "model.safetensors")])[0] == 200
+    thread.join()
+    ((status, answer),) = answers
+    assert status == 503 and "weights are not whole: a load changed them while the request was running" in answer["error"]["message"], answer
+    engine.rpc("tio_load", str(tokenized[1] / "model.safetensors"))
+    status, answer = server.complete(PROMPTS[1])
+    assert status == 200, answer
+    check(engine, tokenized[1], answer["choices"][0])
 
 
 def test_a_bad_contract_is_the_last_line(tokenized: tuple[Path, Path], tmp_path: Path) -> None:

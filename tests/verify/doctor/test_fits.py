@@ -56,5 +56,5 @@ def test_a_contract_that_is_given_is_held():
 def test_models_by_name_and_by_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     assert shape_of(str(tmp_path)) == shape_of(str(tmp_path / "config.json")) and shape_of(str(tmp_path)).heads == 8
-    with pytest.raises(ValueError, match="known by name are Qwen3-30B-A3B"):
+    with pytest.raises(ValueError, match="known by name are .*Qwen3-30B-A3B"):
         shape_of("Qwen4")

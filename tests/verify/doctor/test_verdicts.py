@@ -81,7 +81,7 @@ def test_one_verdict(case):
         said = {f"{finding.what.partition(': ')[2]}; {finding.works}" for finding in bad if finding.what.startswith(side)}
         assert said == set(refused), side
         try:
-            held.check(layout, shape)
+            held.check(layout, shape, serving=side == "rollout")
         except ValueError as error:
             assert {line.strip() for line in str(error).splitlines()[1:]} == said
         else:
@@ -93,7 +93,7 @@ def test_one_verdict(case):
     for left, right in found.nearest:
         both = contract or Contract.for_layouts(left, right)
         both.check(left, shape)
-        both.check(right, shape)
+        both.check(right, shape, serving=True)
         assert not megatrons(config, left, both) and not vllms(config, right, both)
 
 

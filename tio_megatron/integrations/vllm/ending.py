@@ -64,7 +64,8 @@ def leaving_no_files() -> Iterator[None]:
     False
     """
     before = tempfile.tempdir, os.environ.get(_SOCKETS)
-    with tempfile.TemporaryDirectory(prefix="tio-vllm-") as folder:
+    # A socket's path has at most 107 bytes, which a folder inside a long TMPDIR would pass.
+    with tempfile.TemporaryDirectory(prefix="tio-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
         tempfile.tempdir = os.environ[_SOCKETS] = folder
         try:
             yield

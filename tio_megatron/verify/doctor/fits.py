@@ -71,7 +71,7 @@ def _megatron(contract: Contract, model: ModelShape, layout: Layout, training: b
 
 def _nearest(model: ModelShape, trainer: Layout, rollout: Layout, contract: Contract | None, training: bool, family: str) -> Iterator[tuple[Layout, Layout]]:
     """Pairs that work, with the trainer's number of ranks kept, in order of how far the sizes move (in doublings)."""
-    trainers = sorted(_trainers(model, trainer), key=lambda layout: _distance(layout, trainer))
+    trainers = sorted((layout for layout in _trainers(model, trainer) if layout.on_leaves), key=lambda layout: _distance(layout, trainer))
     rollouts = sorted(_rollouts(model, rollout), key=lambda layout: _distance(layout, rollout))
 
     def trains(contract: Contract, layout: Layout) -> bool:

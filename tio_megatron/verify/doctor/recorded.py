@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -39,7 +40,7 @@ class Started:
         """``trainer``, ``rollout``, both (verl) or none."""
         if any(VERL_OVERRIDE.fullmatch(word) and word.lstrip("+").startswith("actor_rollout_ref") for word in self.words):
             yield from ("trainer", "rollout")
-        elif any("vllm" in word and not word.startswith("-") for word in self.words[:6]):
+        elif any(re.fullmatch(r"(.*/)?vllm(\.[\w.]+)?", word) for word in self.words):
             yield "rollout"
         elif {*TRAINER_NAMES.values(), "num_layers"} & of_words(self.words, "trainer", "the recorded command")[0].keys():
             yield "trainer"
