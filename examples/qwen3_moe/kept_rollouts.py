@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.grpo import Samples
 from tio_megatron import kernels
 from tio_megatron.contract import Contract
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.rollouts import About, Batch, Store
 
 

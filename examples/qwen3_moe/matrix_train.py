@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from examples.qwen3_moe import elastic, folders
-from examples.qwen3_moe.ending import InputProblem, refuse
+from examples.qwen3_moe import elastic
+from examples.qwen3_moe.start import refuse
 from examples.qwen3_moe.training import Cut, Recipe, Training, parse
 from tio_megatron.contract import Contract
+from tio_megatron.jobs import folders
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
@@ -144,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     torch.set_num_threads(1)
     try:
-        folders.require_out(options.out)
+        folders.require_writable(options.out, "--out")
         with folders.claimed(options.out):
             return _tables(console, options, chosen, chosen_aux)
     except (InputProblem, OSError) as problem:
