@@ -11,12 +11,11 @@ import torch
 
 from examples.qwen3_moe import tasks
 from examples.qwen3_moe.grpo import Learned, PolicyTrainer, Samples
-from examples.qwen3_moe.kept_rollouts import KeptRollouts
 from examples.qwen3_moe.report import Screen
 from examples.qwen3_moe.rl import RlOptions
 from examples.qwen3_moe.rl_metrics import Metrics, MetricsFile, measure, read
 from examples.qwen3_moe.rl_start import Words, tokenizer_files
-from tio_megatron import rl
+from tio_megatron import kernels, rl
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.checkpoint.training import LATEST
 from tio_megatron.contract import Contract
@@ -25,6 +24,7 @@ from tio_megatron.integrations.megatron.train_state import load_training, save_t
 from tio_megatron.integrations.vllm.rollout import Request, Rollout
 from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.jobs.ranks import Ranks
+from tio_megatron.rollouts import About, Batch, Store
 
 CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
@@ -238,3 +238,45 @@ class Loop:
             asked_for = f"--max-new-tokens {options.job.max_new_tokens}: prompt and response make up to {longest} tokens"
             raise InputProblem(f"{asked_for}, the model takes {self.config.max_positions}")
         return min(self.config.max_positions, -(-longest // PAGE) * PAGE)
+
+
+class KeptRollouts:
+    """The store of one run: batch ``n`` is step ``n + 1``.
+
+    Args:
+        folder: of the store; made if it is not there.
+        contract: of both sides, or None: both are stock.
+        temperature: of the sampling.
+        source: engine and layout in words.
+        resume: the run goes on from a checkpoint, so steps may be there already.
+
+    Raises:
+        InputProblem: a store of another run is there.
+    """
+
+    def __init__(self, folder: Path, contract: Contract | None, temperature: float, source: str, resume: bool) -> None:
+        self.contract, self.temperature, self.source = contract, temperature, source
+        there = (folder / "store.json").is_file()
+        self.store = Store.open(folder) if there else Store.create(folder)
+        if self.store.batches and not resume:
+            raise InputProblem(f"{folder}: holds the rollouts of another run; move them away, or name another --out")
+
+    def add(self, samples: Samples, *, step: int, weights: str) -> None:
+        """Keep a step. One that is there already, from before a restart, must have the same bytes.
+
+        Raises:
+            InputProblem: it has not, or steps before it are missing.
+        """
+        named = {} if self.contract is None else {"contract": self.contract.to_json()}
+        family = "" if self.contract is None else kernels.version(self.contract.family)
+        fingerprint = "" if self.contract is None else self.contract.fingerprint(family)
+        about = About(fingerprint, family, weights, step, self.temperature, self.source, named)
+        batch = Batch.of(about, samples.sequences, samples.prompts, samples.logprobs, seeds=samples.seeds, rewards=samples.rewards, groups=samples.groups)
+        if step <= self.store.batches:
+            differs = self.store.batch(step - 1).same(batch)
+            if differs:
+                raise InputProblem(f"{self.store.folder}: step {step} was sampled before with other {differs}; move the store away, or name another --out")
+            return
+        if step != self.store.batches + 1:
+            raise InputProblem(f"{self.store.folder}: holds {self.store.batches} steps, this is step {step}; move the store away, or name another --out")
+        self.store.append(batch)

@@ -16,7 +16,6 @@ from tio_megatron.testing import assert_same_bytes
 from tio_megatron.testing.qwen3 import tiny_weights, write_tiny
 
 
-
 def test_weights_in_memory_are_those_of_the_folder(tmp_path):
     held = tiny_weights(model())
     with Checkpoint(write_tiny(tmp_path / "model", model())) as checkpoint:

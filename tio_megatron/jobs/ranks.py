@@ -15,6 +15,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tio_megatron.collectives import failure, last_words, store_line
 from tio_megatron.jobs.problems import InputProblem, mendable
@@ -38,7 +40,7 @@ class FirstRankFailed(RuntimeError):
         self.status = status
 
 
-def come_together() -> tuple[dist.Store, dist.Store]:
+def come_together() -> tuple[Store, Store]:
     """Make the default process group, over gloo, of the ranks that torchrun has started; without torchrun of this process alone.
 
     torchrun (with its static rendezvous) keeps one store for all of its starts, and gloo would find there the addresses of ranks that have ended.
@@ -52,16 +54,16 @@ def come_together() -> tuple[dist.Store, dist.Store]:
     """
     limit = timedelta(seconds=failure.patience())
     if "RANK" not in os.environ:
-        alone = dist.HashStore()
+        alone = HashStore()
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         return alone, alone
     try:
         _choose_interface()
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store, rank, size = next(rendezvous("env://", timeout=limit))
     except (ValueError, dist.DistError) as error:
         raise InputProblem(f"the ranks cannot come together: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     store_line.limit(int(os.environ["MASTER_PORT"]), limit.total_seconds())  # no answer of the store is waited for longer, were its cable pulled
-    own = dist.PrefixStore(f"tio_megatron/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    own = PrefixStore(f"tio_megatron/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     everyone, patience = [f"come/{other}" for other in range(size)], failure.seconds() + STARTING_SECONDS
     own.set(everyone[rank], "1")
     try:
