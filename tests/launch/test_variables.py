@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.qwen3_moe import consistency, start
-from tio_megatron.integrations.megatron.environments import differences
+from tio_megatron.integrations.handshake import unusual
 
 BAD = {
     "TIO_COLLECTIVE_SCHEDULE": ("tree", "'tree' is unknown; known are"),
