@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from tio_megatron.jobs import folders
 from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
+from tio_megatron.verify.picture import write_whole
 
 MODEL = MOE | dict(num_hidden_layers=8, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4)
 """Eight layers, four of sixteen experts, and 700 words: padded to 768, 768 and 1024 rows for TP 1, 2 and 4."""
@@ -290,9 +290,7 @@ def _tables(console: Console, options: argparse.Namespace, chosen: Sequence[Cut]
         "fingerprint": contract.fingerprint(),
         "model": MODEL | {"torch_dtype": options.dtype},
     }
-    partial = options.out / "report.json.part"
-    partial.write_text(json.dumps(report, indent=1))
-    os.replace(partial, options.out / "report.json")
+    write_whole(options.out / "report.json", json.dumps(report, indent=1).encode())
     stock = "not run" if not control else "differ" if differs else "are equal: no control"
     last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]})"
     if rows_aux:

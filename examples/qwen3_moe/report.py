@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tio_megatron.verify import Comparison
+from tio_megatron.verify.picture import write_whole
 
 Advance = Callable[[int, str], None]
 LINE_SECONDS = 20.0
@@ -175,8 +176,8 @@ def write(out: Path, pairs: Sequence[Pair], control: Sequence[Pair], more: Mappi
         **more,
     }
     image = picture(pairs, control)  # drawn before the first file is replaced, so that both are of one run
-    replace_file(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
-    replace_file(out / "logdiff.png", image)
+    write_whole(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(out / "logdiff.png", image)
 
 
 def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
@@ -207,13 +208,3 @@ def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
     figure.savefig(held, format="png", dpi=120)
     pyplot.close(figure)
     return held.getvalue()
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete or not there."""
-    draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

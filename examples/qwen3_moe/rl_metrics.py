@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from examples.qwen3_moe.report import replace_file
 from tio_megatron import rl
 from tio_megatron.contract.strict_json import read_json
 from tio_megatron.verify.monitor.event_file import EventFile
 from tio_megatron.verify.monitor.lines import append_line
+from tio_megatron.verify.picture import write_whole
 
 KINDS = (("with tio_megatron", "", "tab:green"), ("stock packages", "stock", "tab:orange"))
 Metrics = dict[str, Any]
@@ -68,7 +68,7 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-        replace_file(self.path, b"".join(map(_line, before)))
+        write_whole(self.path, b"".join(map(_line, before)))
         self._events = EventFile(folder)
         for step in before:
             self._record(step)
@@ -143,7 +143,7 @@ def sentence(steps: Sequence[Metrics], stock: bool) -> str:
 def draw(folder: Path) -> Path:
     """``rl.png`` in ``folder`` from its ``metrics.jsonl`` and that in ``stock/`` below it, as far as they are there."""
     path = folder / "rl.png"
-    replace_file(path, picture([read(folder / below / "metrics.jsonl") for _, below, _ in KINDS]))
+    write_whole(path, picture([read(folder / below / "metrics.jsonl") for _, below, _ in KINDS]))
     return path
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +16,11 @@ from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
-from tio_megatron.jobs.folders import require_room
+from tio_megatron.jobs.folders import forget_old, require_room
 from tio_megatron.kernels.attention import MAX_HEAD
 
 PRETRAIN = {"length": 128, "sequences": 8, "lr": 3e-3}
 MADE = re.compile(r"(tiny|tiny-random|slice)-[0-9a-f]{12}")
-MOST_MADE = 16
-SPARED = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,7 @@ def _tiny(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequ
             options.cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=options.cache) as draft:
                 makers.make_random(start, raw, options.seed, tuple(corpus.save_tokenizer(tokenizer, Path(draft))))
-    _forget_old(options.cache, folder)
+    forget_old(options.cache, MADE, folder)
     return Stage("tiny", folder, config, asked, options.rounds, options.train, longest, start, stream if start else None)
 
 
@@ -244,18 +238,3 @@ def bytes_of(config: CheckpointConfig) -> int:
 def bytes_on_the_way(found: Sequence[Stage]) -> int:
     """Bytes of the weights that a run keeps between its engines."""
     return max(bytes_of(stage.config) * (stage.rounds if stage.train else 0) for stage in found)
-
-
-def _forget_old(cache: Path, used: Path) -> None:
-    """Note that a checkpoint made here is ``used`` now, and remove the longest unused ones beyond ``MOST_MADE``; never one used within ``SPARED`` seconds,
-    which a job may be reading, and never anything else that lies in the cache.
-    """
-    with contextlib.suppress(OSError):  # a cache that cannot be written, or from which another job removes at this moment: it is only not smaller
-        if used.is_dir():
-            os.utime(used)
-        ages = {folder: folder.stat().st_mtime for folder in cache.iterdir() if MADE.fullmatch(folder.name) and not folder.is_symlink()}
-        for folder in sorted(ages, key=lambda folder: -ages[folder])[MOST_MADE:]:
-            if time.time() - ages[folder] > SPARED:
-                aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
-                folder.rename(aside)  # at once: nobody finds half of it
-                shutil.rmtree(aside, ignore_errors=True)

@@ -18,6 +18,7 @@ from examples.qwen3_moe.trainer import scoring_batches
 from tio_megatron.checkpoint import CheckpointConfig, tensor_digest, tensor_table
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.jobs import folders
 from tio_megatron.jobs.children import Child, ChildFailed
 from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.verify import Comparison
@@ -220,7 +221,7 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
         (folder / "config.json").write_text("{}")
         os.utime(folder, (0, 1000 - age))
     os.utime(made[19])
-    stages._forget_old(tmp_path, made[18])
+    folders.forget_old(tmp_path, stages.MADE, made[18])
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == sorted(path.name for path in [*made[:14], made[18], made[19], *others])
     for folder in made:
@@ -228,5 +229,5 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
             os.utime(folder)
     for number in range(20, 30):
         (tmp_path / f"slice-{number:012x}").mkdir()
-    stages._forget_old(tmp_path, made[0])
+    folders.forget_old(tmp_path, stages.MADE, made[0])
     assert len(list(tmp_path.iterdir())) == 26 + len(others), "all were used today"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from tio_megatron.jobs.problems import InputProblem
 
+MOST_MADE = 16
+SPARED = 24 * 3600.0
 FRESH = 2.0
 """Seconds in which a new folder may not be held yet."""
 PATIENCE = 0.3
@@ -123,6 +126,21 @@ def require_room(folder: Path, need: int, option: str) -> None:
         scale, unit = (30, "GiB") if need >= 1 << 29 else (20, "MiB")
         sizes = f"{need / 2**scale:.1f} {unit} are needed, {there / 2**scale:.1f} {unit} are free"
         raise InputProblem(f"{folder}: {sizes}; set {option} to a folder on a larger disk")
+
+
+def forget_old(cache: Path, made: re.Pattern[str], used: Path) -> None:
+    """Note that the folder ``used`` of a cache is used now, and remove the longest unused folders that ``made`` names beyond ``MOST_MADE``; never a folder
+    used within ``SPARED`` seconds, which a job may be reading, and never anything else that lies in the cache.
+    """
+    with contextlib.suppress(OSError):  # a cache that cannot be written, or from which another job removes at this moment: it is only not smaller
+        if used.is_dir():
+            os.utime(used)
+        ages = {folder: folder.stat().st_mtime for folder in cache.iterdir() if made.fullmatch(folder.name) and not folder.is_symlink()}
+        for folder in sorted(ages, key=lambda folder: -ages[folder])[MOST_MADE:]:
+            if time.time() - ages[folder] > SPARED:
+                aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+                folder.rename(aside)  # at once: nobody finds half of it
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def free(folder: Path) -> int:
