@@ -60,6 +60,7 @@ def start_torchrun(argv: list[str]) -> int:
     try:
         parse = import_module(f"examples.qwen3_moe.{'options' if job == 'main' else job}").parse
         hosts, host = whole_number("NNODES", 1, 1), whole_number("NODE_RANK", 0)
+        whole_number("OMP_NUM_THREADS", 1, 1)  # before torch's library of threads reads it
         needed = parse(words).trainer.ranks
         if "NPROC_PER_NODE" not in os.environ and needed % hosts:
             raise ValueError(f"a layout of {needed} ranks does not divide by {hosts} hosts; set NPROC_PER_NODE, or choose another layout")

@@ -70,16 +70,20 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
     try:
         return _with_others(options, work)
     except KeyboardInterrupt:
-        print("qwen3_moe: interrupted", file=sys.stderr, flush=True)
+        if "RANK" not in os.environ:  # else torchrun says it
+            print("qwen3_moe: interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
 
 
 def _with_others(options: Any, work: Work) -> int:
+    import torch
+
     from examples.qwen3_moe.report import Screen
     from tio_megatron.checkpoint import CheckpointError
     from tio_megatron.collectives import failure
     from tio_megatron.jobs.ranks import FirstRankFailed, Ranks
 
+    torch.set_num_threads(whole_number("OMP_NUM_THREADS", 1, 1))
     try:
         with contextlib.closing(Ranks()) as ranks:
             try:
@@ -184,8 +188,9 @@ def facts(given: Any) -> dict[str, str]:
         values = {field.name: getattr(part, field.name) for field in fields(part) if field.name not in ("job", "contract")}
         found |= {f"option {name}": _words(value) for name, value in values.items() if not isinstance(value, Path)}
     if hasattr(options, "model"):
-        raw = json.dumps([config.raw for config in stages.configs(options)], sort_keys=True, default=str)
-        found["model"] = hashlib.sha256(raw.encode()).hexdigest()[:16]
+        configs = stages.configs(options)
+        found["dtype"] = " ".join(config.dtype for config in configs)
+        found["model"] = hashlib.sha256(json.dumps([config.raw for config in configs], sort_keys=True, default=str).encode()).hexdigest()[:16]
     return found
 
 

@@ -120,7 +120,7 @@ ROWS = [
     Row(PART, "consistency under a contract of another vocabulary", "the model of this check has 700", check(TIO_CONTRACT='{"vocab_size": 9}')),
     Row(START, "OMP_NUM_THREADS=abc", "OMP_NUM_THREADS must be a whole number of at least 1, got 'abc'", started(OMP_NUM_THREADS="abc")),
     Row(START, "NPROC_PER_NODE=none", "NPROC_PER_NODE must be a whole number of at least 1, got 'none'", started(NPROC_PER_NODE="none")),
-    Row(START, "two hosts without MASTER_PORT", "MASTER_ADDR and MASTER_PORT must name the first host", started(NNODES="2", MASTER_ADDR="127.0.0.1")),
-    Row(START, "MASTER_PORT=99999", "port must be 0-65535", started(**HOSTS | {"MASTER_PORT": "99999"})),
+    Row(START, "two hosts without MASTER_PORT", "MASTER_ADDR and MASTER_PORT must name the first host", started("--tp", "2", "--ep", "2", NNODES="2")),
+    Row(START, "MASTER_PORT=99999", "port must be 0-65535", started("--tp", "2", "--ep", "2", **HOSTS | {"MASTER_PORT": "99999"})),
     Row(START, "a port that another program has", "Address already in use", port_in_use),
 ]

@@ -32,7 +32,8 @@ def run(folder: Path, *argv: str, status: int = 0) -> str:
     command = ["bash", str(ROOT / "launch" / "qwen3_moe.sh"), "rl", *argv]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, timeout=1800)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return (done.stdout if status == 0 else done.stderr).strip().splitlines()[-1]
+    lines = done.stdout.splitlines() if status == 0 else [line for line in done.stderr.splitlines() if line.startswith("qwen3_moe: ")]
+    return lines[-1]
 
 
 def decided(path: Path) -> list[dict]:
