@@ -158,9 +158,9 @@ def _say(answer: Mapping[str, Any]) -> None:
     os.write(_answers, json.dumps(answer).encode() + b"\n")
 
 
-def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, however the parent ends."""
-    parent = os.getppid()
+def end_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to end this process when its parent ends, however the parent ends. ``parent``: who that is, if it may have ended already."""
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended in between
+    if os.getppid() != parent:
         sys.exit(1)
