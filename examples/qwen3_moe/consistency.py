@@ -240,9 +240,8 @@ def _alone(options: ConsistencyOptions) -> str:
     Raises:
         RuntimeError: it did not end well.
     """
-    start = (
-        "from tio_megatron.jobs.children import end_with_parent; end_with_parent(); from examples.qwen3_moe.consistency import main; raise SystemExit(main())"
-    )
+    start = f"from tio_megatron.jobs import children; children.end_with_parent({os.getpid()}); "
+    start += "from examples.qwen3_moe.consistency import main; raise SystemExit(main())"
     words = [sys.executable, "-W", "ignore", "-c", start, "--layouts", "tp1", "--steps", str(options.steps), "--sizes"]
     words += ["--stock"] if options.stock else []
     root = Path(__file__).resolve().parents[2]

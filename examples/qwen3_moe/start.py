@@ -65,10 +65,12 @@ def enter(argv: Sequence[str] | None, parse: Parse, work: Work) -> int:
         if world is None and options.trainer.ranks != 1:
             raise ValueError(f"layout {options.trainer} has {options.trainer.ranks} ranks: start it with bash launch/qwen3_moe.sh, or with torchrun")
         check_variables()
-    except (ValueError, LibraryError) as problem:
+    except ValueError as problem:
         return refuse(problem) if first else _wait_for_the_end(2)
     try:
         return _with_others(options, work)
+    except LibraryError as problem:  # of the kernels: no library, or an instruction set that this processor lacks
+        return refuse(problem) if first else _wait_for_the_end(2)
     except KeyboardInterrupt:
         if "RANK" not in os.environ:  # else torchrun says it
             print("qwen3_moe: interrupted", file=sys.stderr, flush=True)
