@@ -7,7 +7,7 @@
 #   bash launch/qwen3_moe.sh --help                                        every option, with examples
 #
 # Over several hosts, on each: NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash launch/qwen3_moe.sh --tp 2 --ep 2
-# (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.) MAX_RESTARTS=3: torchrun starts all ranks again when one has failed.
+# (Slurm: launch/qwen3_moe.slurm; docs/environment.md has the variables.) MAX_RESTARTS=3: torchrun starts all ranks again when a rank has failed.
 #
 # And in the same ways the other jobs: reinforcement learning (bash launch/qwen3_moe.sh rl --help), and whether these hosts give the bytes of
 # one process (bash launch/qwen3_moe.sh consistency --help).
@@ -30,173 +30,119 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import socket
-
-    from examples.qwen3_moe.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = ("rl", "consistency")
-"""First words that name a job; without one it is the main job."""
+JOBS = {"": "main", "rl": "rl", "consistency": "consistency"}
+"""First words that name a job, and its module; without such a word it is the main job."""
+STORE_SECONDS = 5.0
+"""That the first of several hosts keeps the store after its ranks have failed: there the ranks of the others ask who is missing."""
 
 
 def start_torchrun(argv: list[str]) -> int:
-    """The job over NPROC_PER_NODE processes of this host, or as many as the layout needs; alone on a free port, else together with the other hosts.
+    """torchrun in this process, which starts as many ranks here as the layout needs, or NPROC_PER_NODE. Bad input is refused before that.
 
-    What can be known to be wrong is said before any rank is started. Of ranks that fail, the first one's line and exit status are the job's;
-    torchrun's own account of it is left out, and its status would be 1 for everything.
+    torchrun's static rendezvous meets in a store on the first host. The store is made here, so that it listens at MASTER_ADDR alone: torchrun, which would
+    listen on every interface, takes part in one that is there.
+
+    Returns:
+        The exit status of the rank that failed first: torchrun's own would be 1 for everything.
     """
-    from examples.qwen3_moe import ending
+    import signal
+    import socket
+    import tempfile
+    import time
 
-    ending.listen(True)  # until torchrun does: imports take seconds
-
-    from examples.qwen3_moe import hosts, places
+    from examples.qwen3_moe import start
+    from tio_megatron.jobs.problems import whole_number
     from tio_megatron.kernels.build import LibraryError
 
     job, words = split(argv)
     try:
-        try:
-            os.getcwd()
-        except FileNotFoundError as gone:
-            raise ValueError("the current folder has been removed: change into one that is there") from gone
-        places.check_threads(os.environ)
-        parse = import_module(f"examples.qwen3_moe.{job}_options" if job else "examples.qwen3_moe.options").parse
-        options = parse(words)
-        place = hosts.from_environment(os.environ)
-        needed = options.trainer.ranks
-        if "NPROC_PER_NODE" not in os.environ and needed % place.count:
-            raise ValueError(f"layout {options.trainer} has {needed} ranks, which do not divide by {place.count} hosts; set NPROC_PER_NODE, or choose another layout")
-        count = os.environ.get("NPROC_PER_NODE") or str(needed // place.count)
-        if not (count.isascii() and count.isdecimal()) or int(count) < 1:
-            raise ValueError(f"NPROC_PER_NODE must be the number of ranks to start, got {count!r}; unset it to start {needed // place.count}")
-        options = parse(words, int(count) * place.count)
-
-        from examples.qwen3_moe import early
-
+        parse = import_module(f"examples.qwen3_moe.{'options' if job == 'main' else job}").parse
+        hosts, host = whole_number("NNODES", 1, 1), whole_number("NODE_RANK", 0)
+        whole_number("OMP_NUM_THREADS", 1, 1)  # before torch's library of threads reads it
+        needed = parse(words).trainer.ranks
+        if "NPROC_PER_NODE" not in os.environ and needed % hosts:
+            raise ValueError(f"a layout of {needed} ranks does not divide by {hosts} hosts; set NPROC_PER_NODE, or choose another layout")
+        count, restarts = whole_number("NPROC_PER_NODE", needed // hosts, 1), whole_number("MAX_RESTARTS", 0)
+        options = parse(words, count * hosts)
+        if hosts > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+            raise ValueError("MASTER_ADDR and MASTER_PORT must name the first host and a free port there, the same on all hosts")
+        address, port = (os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", 0)) if hosts > 1 else ("127.0.0.1", 0)
+        if host == 0:
+            total = count * hosts
+            print(f"qwen3_moe {job}: {total} rank{'s' * (total > 1)}, checked and started within half a minute; {options.begins_with}", flush=True)
         if job == "consistency":  # reads and writes nothing
-            early.check_versions()
-            early.check_variables()
-            early.check_network()
+            start.check_versions()
+            start.check_variables()
         else:
-            early.check(options.job if job else options, shared=place.many)
-        place, server = place.listen()
-        together = place.torchrun(f"qwen3_moe-{os.environ.get('SLURM_JOB_ID') or place.port}")
-    except (LibraryError, OSError, ValueError) as problem:
-        return ending.refuse(problem)
-    if count != "1":
+            start.check(getattr(options, "job", options), shared=hosts > 1)
+        server = socket.create_server((address, port)) if host == 0 else None
+    except (LibraryError, OSError, OverflowError, ValueError) as problem:
+        return start.refuse(problem)
+    if count > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    from examples.qwen3_moe import arrival
-
-    return arrival.leave(run_torchrun(place, server, [*together, "--log-dir"], ["--nproc-per-node", count, str(ROOT / "launch" / "qwen3_moe.sh"), *argv]))
-
-
-def run_torchrun(place: Hosts, server: socket.socket | None, together: list[str], ranks: list[str]) -> int:
-    """torchrun in this process, with the other hosts; ``together``: its options up to ``--log-dir``, ``ranks``: those behind the folder.
-
-    Returns:
-        The job's exit status.
-    """
-    import logging
-    import signal
-    import tempfile
-    import time
-    from datetime import timedelta
-
-    from torch.distributed import DistError
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from examples.qwen3_moe import arrival, ending, folders, starts, watch
-
-    ending.leave_if_asked()
-    logging.disable(logging.ERROR)
-    starts.bind_torchruns_stores()
-    starts.tell_ranks(place.address, place.port)
-    too_many = arrival.limit_redundant_hosts()
-    if place.many:
-        starts.outlive_the_store(place.seconds if place.restarts else ending.STORE_SECONDS)
-    folders.remove_left_behind(Path(tempfile.gettempdir()), "tio-torchrun-")  # of starts that were killed, not of those that run
-    with tempfile.TemporaryDirectory(prefix="tio-torchrun-") as folder, folders.held(Path(folder)):
-        if place.many and not place.restarts:
-            ending.outlive_torchrun(Path(folder))
-        began = time.monotonic()
+    if server is not None:
+        port = server.getsockname()[1]
+        store = TCPStore(address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server.detach())
+    meet = ["--nnodes", hosts, "--node-rank", host, "--master-addr", address, "--master-port", port]
+    with tempfile.TemporaryDirectory(prefix="qwen3_moe-torchrun-") as log:
+        ranks = ["--nproc-per-node", count, "--max-restarts", restarts, "--log-dir", log, __file__, *argv]
         try:
-            if server is not None:
-                starts.keep(starts.store_at(place.address, server, timedelta(seconds=place.seconds)))
-            if place.many:
-                arrival.come(place)
-                watch.watch(place, arrival.answers, Path(folder))
-            torchrun([*together, folder, *ranks])
+            torchrun([*map(str, meet), *map(str, ranks)])
         except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            said = ending.said_below(Path(folder))
-            status = failure.exitcode if said is None else said
-            if status < 0:
-                name = signal.Signals(-status).name
-                status = ending.say(f"rank {rank} was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 128 - status)
-            if place.many and starts.kept():
-                time.sleep(max(0.0, ending.LAST_WORDS_SECONDS - ending.since_said_below(Path(folder))))  # ranks of other hosts ask the store of this one who is missing
-            return status
+            status = failed.get_first_failure()[1].exitcode
+            if status not in (2, 130):  # of which rank 0 has said why
+                print(failed, file=sys.stderr, flush=True)
+            if hosts > 1 and server is not None:
+                time.sleep(STORE_SECONDS)
+            return status if status > 0 else 128 - status
         except SignalException as stopped:  # the ranks are ended by now
-            if ending.said_below(Path(folder)) == 128 + stopped.sigval:
-                return 128 + stopped.sigval
-            return ending.say("interrupted" if stopped.sigval == signal.SIGINT else f"ended by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval)
-        except arrival.Refused as problem:
-            return ending.refuse(problem)
-        except (RendezvousError, DistError) as problem:
-            if too_many():
-                return ending.say(f"error: {arrival.too_many(place)}", 2)
-            with starts.asking():
-                why, status = arrival.why(place, problem)
-            limit = f"TIO_RENDEZVOUS_SECONDS={place.seconds}"
-            waited = f"; waited {time.monotonic() - began:.0f} s for {place.count} hosts ({limit})" if place.many else ""
-            if ending.started_below(Path(folder)):
-                status = ending.say(f"error: torchrun cannot start the ranks again: {why}{f' ({limit})' if place.many else ''}", 1)
-            else:
-                ending.say(f"error: torchrun cannot bring the ranks together over {place.address}{waited}: {why}", status)
-            if place.many and starts.kept():
-                time.sleep(ending.LAST_WORDS_SECONDS)  # the other hosts ask here who is lost
-            return status
+            print("qwen3_moe: interrupted" if stopped.sigval == signal.SIGINT else f"qwen3_moe: ended by {stopped.sigval.name}", file=sys.stderr)
+            return 128 + stopped.sigval
     return 0
 
 
-def run_job(argv: list[str]) -> int:
-    """This process's part of the job."""
-    job, words = split(argv)
-    status: int = import_module(f"examples.qwen3_moe.{job or 'main'}").main(words)
-    return status
-
-
 def split(argv: list[str]) -> tuple[str, list[str]]:
-    """The job's name, empty for the main one, and its options."""
-    return (argv[0], argv[1:]) if argv[:1] and argv[0] in JOBS else ("", argv)
+    """The job's module, and its options."""
+    return (JOBS[argv[0]], argv[1:]) if argv[:1] and argv[0] in JOBS else ("main", argv)
+
+
+def run_rank(argv: list[str]) -> int:
+    """This rank's part of the job. An error that ends it goes into torch's error file, and torchrun shows it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    job, words = split(argv)
+    status: int = record(import_module(f"examples.qwen3_moe.{job}").main)(words)
+    return status
 
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    for closed in (name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None):  # "bash ... >&-": else the next file takes its place
-        setattr(sys, closed, open(os.devnull, "r" if closed == "stdin" else "w"))
-    # Before anything can import torch. Its errors are exceptions too, without the frames of its C++; else it also says of hosts that it knows no name.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # of the engines' processes
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its errors are exceptions too, without the frames of its C++
     try:
         if "RANK" not in os.environ:
             sys.exit(start_torchrun(sys.argv[1:]))
-        status = run_job(sys.argv[1:])
-
-        from examples.qwen3_moe.ending import leave
-
-        leave(status)
-    except KeyboardInterrupt:  # perhaps in the middle of an import
-        from examples.qwen3_moe.ending import interrupted
-
-        sys.exit(interrupted())
+        status = run_rank(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("qwen3_moe: interrupted", file=sys.stderr)
+        status = 130
     except ModuleNotFoundError as missing:
         if missing.name is None or "." in missing.name:  # a module of a package that is there: a mistake in the code, not a bare Python
             raise
         print(f"qwen3_moe: {sys.executable} has no {missing.name}: run `make setup` first, or name another Python with PYTHON=...", file=sys.stderr)
-        sys.exit(2)
+        status = 2
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # The interpreter is not taken down: while it is, a process group's threads still run, and where one ends the C++ library may call it a crash.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

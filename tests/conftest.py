@@ -16,8 +16,8 @@ CARE = {
         "verify/test_told_apart.py", "verify/test_types_told.py", "verify/test_unseen.py", "verify/test_variants_named.py",
     ],
     "tools that start several engines": ["verify/matrix/test_matrix.py"],
-    "how jobs start and end": ["launch", "job/test_alone.py", "job/test_arrival.py", "job/test_endings.py", "job/test_rl.py", "job/test_world.py"],
-    "several hosts": ["multinode/test_hosts.py", "multinode/test_lost.py", "multinode/test_too_many.py"],
+    "how jobs start and end": ["launch", "job/test_alone.py", "job/test_endings.py", "job/test_ranks.py", "job/test_rl.py"],
+    "several hosts": ["multinode/test_hosts.py", "multinode/test_lost.py"],
     "optional packages and another device": [
         "integrations/megatron/test_other_device.py", "integrations/megatron/test_readme.py", "integrations/megatron/test_transformer_engine.py",
     ],

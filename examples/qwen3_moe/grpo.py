@@ -6,18 +6,15 @@ holds what belongs to the prediction of token ``t + 1``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from examples.qwen3_moe.batches import Batch, batch
-from examples.qwen3_moe.trainer import Trainer
+from examples.qwen3_moe.trainer import Batch, Trainer
 from tio_megatron import rl
 from tio_megatron.layers.context import all_tokens, own_tokens
 
@@ -71,7 +68,7 @@ class PolicyTrainer(Trainer):
             return logits.new_zeros(()), {}
 
         with torch.no_grad():
-            self._run(self._parts(samples, size), keep, forward_only=True)
+            self._schedule(self._training_batches(samples.sequences, None, size), keep, forward_only=True, logits=True)
         return _on_first(logprobs, len(samples.sequences)), _on_first(entropies, len(samples.sequences))
 
     def learn(self, samples: Samples, advantages: torch.Tensor, *, size: int, clip: float, clip_high: float) -> Learned:
@@ -98,40 +95,9 @@ class PolicyTrainer(Trainer):
             total = rl.weighted_sum(loss, rl.token_weights(sequence, lengths, "seq-mean-token-mean"))
             return total, torch.tensor(sequence.numel(), dtype=torch.int), {}
 
-        self._run(self._parts(samples, size), loss_of, forward_only=False)
+        self._schedule(self._training_batches(samples.sequences, None, size), loss_of, forward_only=False, logits=True)
         _, norm, _ = self.optimizer.step()
         return Learned(_on_first(ratios, len(samples.sequences)), float(norm or 0.0))
-
-    def _parts(self, samples: Samples, size: int) -> list[Batch]:
-        """This rank's micro-batches, all of one shape, as many on every data-parallel rank."""
-        sequences = samples.sequences
-        count = -(-len(sequences) // (self.dp * size))
-        parts = []
-        for number in range(count):
-            lo = (number * self.dp + self.dp_rank) * size
-            index = range(min(lo, len(sequences)), min(lo + size, len(sequences)))
-            parts.append(batch(sequences, index, None, size=size, length=max(map(len, sequences)), multiple=self.multiple))
-        return parts
-
-    def _run(self, parts: Sequence[Batch], loss_of: Callable[..., tuple[Any, ...]], *, forward_only: bool) -> None:
-        """Megatron's schedule over the micro-batches; ``loss_of`` is given the logits, on the last pipeline stage."""
-        rows, length = parts[0].tokens.shape
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1) if self.sequences.ranks == 1 else None
-
-        def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[Any, ...]]]:
-            part = next(iterator)
-            tokens = own_tokens(part.tokens, self.sequences)
-            return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), mask), lambda logits: loss_of(logits, part)
-
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(parts),
-            model=[self.model],
-            num_microbatches=len(parts),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-        )
 
     def _logprob(self, logits: torch.Tensor, part: Batch) -> torch.Tensor:
         """``[b, n]`` fp32, differentiable."""

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from examples.qwen3_moe.children import Child
 from examples.qwen3_moe.options import Options
-from examples.qwen3_moe.prompts import Request, requests
-from examples.qwen3_moe.report import Pair
-from examples.qwen3_moe.rollout import Rollout, require_same_contract
-from examples.qwen3_moe.screen import Screen
+from examples.qwen3_moe.prompts import requests
+from examples.qwen3_moe.report import Pair, Screen
 from examples.qwen3_moe.stages import PRETRAIN, Stage, for_model
 from examples.qwen3_moe.trainer import Trainer, pretrain
-from examples.qwen3_moe.world import World
-from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.integrations.vllm.rollout import Request, Rollout
+from tio_megatron.jobs.children import Child
+from tio_megatron.jobs.ranks import Ranks
 from tio_megatron.verify import Comparison, Recording, compare
 
 STOCK_TRAINERS = ("tp1", "tp2+ep2")
@@ -34,9 +31,9 @@ Asked = tuple[list[list[int]], list[int]]
 class Run:
     """State of one stage on every rank; recordings and children live on rank 0."""
 
-    def __init__(self, options: Options, world: World, screen: Screen, contract: Contract, stage: Stage, scratch: Path, log: Path) -> None:
-        self.options, self.world, self.screen, self.contract, self.stage = for_model(options, stage.config), world, screen, contract, stage
-        self.scratch, self.log = scratch, log
+    def __init__(self, options: Options, ranks: Ranks, screen: Screen, contract: Contract, stage: Stage, scratch: Path) -> None:
+        self.options, self.ranks, self.screen, self.contract, self.stage = for_model(options, stage.config), ranks, screen, contract, stage
+        self.scratch, self.log = scratch, options.out / "logs"
         self.weights: list[Path] = []
         self.recorded: dict[RolloutLayout, list[Recording]] = {}
         self.scored: dict[str, list[Recording]] = {}
@@ -55,7 +52,7 @@ class Run:
 
     def rounds(self) -> None:
         """The main trainer and the main rollout: sample, score, train, push; every rank."""
-        options, world, stage = self.options, self.world, self.stage
+        options, ranks, stage = self.options, self.ranks, self.stage
         trainer = Trainer(stage.config, options.trainer, self.contract, longest=stage.longest, seed=options.seed)
         if stage.pretrain_from is not None:
             pretrain_stage(trainer, options, stage, self.screen)
@@ -63,9 +60,9 @@ class Run:
         if stage.train:
             trainer.train_with(lr=options.lr, clip_grad=options.clip_grad)
         self.weights = [stage.folder]
-        with world.on_first(lambda: self._start(options.rollouts[0])) or contextlib.nullcontext() as engine:
+        with ranks.on_first(lambda: self._start(options.rollouts[0])) or contextlib.nullcontext() as engine:
             for number in range(stage.rounds):
-                sequences, prompts = world.from_first(lambda number=number: self._sample(engine, options.rollouts[0], number))
+                sequences, prompts = ranks.from_first(lambda number=number: self._sample(engine, options.rollouts[0], number))
                 self._score_main(trainer, number, sequences, prompts)
                 if stage.train:
                     self._train(trainer, engine, number, sequences, prompts)
@@ -91,9 +88,8 @@ class Run:
         recorded: dict[RolloutLayout, Recording] = {}
         for layout in [RolloutLayout.parse(text) for text in STOCK_ROLLOUTS[: 1 if quick else None]]:
             with self.screen.step(f"stock vLLM, {layout}") as note:
-                stock = Rollout(layout, stage.folder, stage.config.dtype, None, longest=stage.longest, log=self.log, environment=self._environment(layout))
-                with stock as engine:
-                    recorded[layout] = engine.generate(greedy, self.scratch / f"stock-{layout}.npz")
+                with Rollout(layout, stage.folder, None, longest=stage.longest, log=self.log) as engine:
+                    recorded[layout] = record(engine, greedy)
                 note(f"{int(recorded[layout].sampled.sum())} tokens sampled")
         pairs = []
         with Child("stock trainers", "examples.qwen3_moe.trainer_child", self.log, {"OMP_NUM_THREADS": "1", "TIO_CONTRACT": None}) as child:
@@ -104,20 +100,10 @@ class Run:
         return pairs
 
     def _start(self, layout: RolloutLayout) -> Rollout:
-        stage = self.stage
         with self.screen.step(f"starting vLLM, {layout}"):
-            engine = Rollout(
-                layout, stage.folder, stage.config.dtype, self.contract, longest=stage.longest, log=self.log, environment=self._environment(layout)
-            )
-        try:
-            self.fingerprint = require_same_contract(self.contract, kernels.version(self.contract.family), engine.started.get("contract"))
-        except BaseException:
-            engine.close(0.5)
-            raise
+            engine = Rollout(layout, self.stage.folder, self.contract, longest=self.stage.longest, log=self.log)
+        self.fingerprint = engine.fingerprint
         return engine
-
-    def _environment(self, layout: RolloutLayout) -> dict[str, str | None]:
-        return environment(layout, self.stage.config.shape.hidden)
 
     def _requests(self, number: int) -> list[Request]:
         options = self.options
@@ -125,7 +111,7 @@ class Run:
 
     def _sample(self, engine: Rollout, layout: RolloutLayout, number: int) -> Asked:
         with self.screen.step(f"round {number + 1}: vLLM samples, {layout}") as note:
-            recording = engine.generate(self._requests(number), self.scratch / f"rollout-{layout}-{number}.npz")
+            recording = record(engine, self._requests(number))
             note(f"{int(recording.sampled.sum())} tokens after {len(recording.lengths)} prompts")
         self.recorded.setdefault(layout, []).append(recording)
         return recording.sequences, recording.prompts.tolist()
@@ -158,7 +144,7 @@ class Run:
                         raise RuntimeError("the training step changed no weight")
                 engine.update(folder, digests)
 
-            self.world.on_first(push)
+            self.ranks.on_first(push)
             note(f"{len(digests)} tensors, every digest verified in the engine")
 
     def _further_rollouts(self) -> None:
@@ -173,7 +159,7 @@ class Run:
                                 engine.update(self.weights[number], checkpoint.digests())
                         self._sample(engine, layout, number)
 
-        self.world.on_first(replay)
+        self.ranks.on_first(replay)
 
     def _score_what_differs(self, trainer: Trainer) -> None:
         """The main trainer scores what other rollouts sampled and the main one did not: nothing, when the engines agree."""
@@ -186,7 +172,7 @@ class Run:
                 kept = [(s, p) for s, p in zip(sequences, prompts, strict=True) if tuple(s) not in known]
                 return [s for s, _ in kept], [p for _, p in kept]
 
-            sequences, prompts = self.world.from_first(missing)
+            sequences, prompts = self.ranks.from_first(missing)
             if sequences:
                 trainer.load(self.weights[number])
                 scores = trainer.score(sequences, prompts)
@@ -201,6 +187,7 @@ class Run:
     ) -> list[Recording]:
         """One layout scores each part with that round's weights."""
         kind = "Megatron scores" if contract else "stock Megatron scores"
+        self.scratch.mkdir(exist_ok=True)
         outs = [self.scratch / f"{'tio' if contract else 'stock'}-{str(layout).replace(' ', '-')}-{number}.npz" for number in range(len(parts))]
         rounds = [
             {"weights": str(self.weights[number]), "sequences": sequences, "prompts": prompts, "out": str(outs[number])}
@@ -218,6 +205,15 @@ class Run:
                 timeout=CHILD_SECONDS,
             )
         return [Recording.load(out) for out in outs]
+
+
+def record(engine: Rollout, asked: Sequence[Request]) -> Recording:
+    """What an engine answers, with the log-probability of every token that has a predecessor, and (with a contract) the digest of its full row."""
+    answers = engine.sample(asked, prompts=True)
+    sequences = [[*request.tokens, *answer.tokens] for request, answer in zip(asked, answers, strict=True)]
+    logprobs = [[*answer.prompt, *answer.logprobs] for answer in answers]
+    rows = None if engine.contract is None else [answer.rows for answer in answers]
+    return Recording.of(sequences, [len(request.tokens) for request in asked], logprobs, rows)
 
 
 def policy_weights(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[float]]:
@@ -270,17 +266,3 @@ def _union(recordings: Sequence[Recording]) -> Asked:
         for sequence, prompt in zip(recording.sequences, recording.prompts.tolist(), strict=True):
             seen.setdefault(tuple(sequence), prompt)
     return [list(sequence) for sequence in seen], list(seen.values())
-
-
-def environment(layout: RolloutLayout, hidden: int) -> dict[str, str | None]:
-    """Variables of an engine's process. Threads are not bound to cores: trainer and engine take turns on the same ones."""
-    cores = len(os.sched_getaffinity(0))
-    # A small model's products are too short to share: with two threads most of the time goes into waiting for each other.
-    threads = max(1, cores // layout.tp) if hidden >= 1024 else 1
-    return {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHDYNAMO_DISABLE": "1",  # else stock vLLM compiles a rank counter for ten seconds
-    }

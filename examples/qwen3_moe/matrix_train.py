@@ -1,14 +1,16 @@
-"""The proof that training does not depend on how it is cut: one SHA-256 of everything trained per layout (``make matrix-train``)."""
+"""The proof that training does not depend on how it is cut: one SHA-256 of everything trained per layout (``make matrix-train``).
+
+Its elastic rows write a checkpoint half-way in one layout and resume it in another, and end with the same bytes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from examples.qwen3_moe import elastic, folders
-from examples.qwen3_moe.ending import InputProblem, refuse
+from examples.qwen3_moe.start import refuse
 from examples.qwen3_moe.training import Cut, Recipe, Training, parse
 from tio_megatron.contract import Contract
+from tio_megatron.files.whole import write_whole
+from tio_megatron.integrations.megatron.grad_sums import sums_of
+from tio_megatron.integrations.megatron.optimizer_state import optimizers
+from tio_megatron.jobs import folders
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
@@ -86,6 +92,21 @@ QUICK_AUX = (0, 2, 4)
 CONTROL = (parse("tp1", grouped=False), parse("tp2+ep2", grouped=False))
 """The stock packages, unpatched: two layouts that should give the same."""
 
+PAIRS = (
+    (parse("tp2+ep2"), parse("ep4", distributed_optimizer=True)),
+    (parse("pp2"), parse("dp2", distributed_optimizer=True, micro_batch=2)),
+    (parse("tp2+dp2+ep2", distributed_optimizer=True), parse("tp1", micro_batch=4)),
+    (parse("cp2"), parse("tp2+ep1+etp2")),
+    (parse("tp1", grouped=False), parse("pp2+dp2+ep2", distributed_optimizer=True)),
+    (parse("tp4+ep2+etp2"), parse("cp2+ep2", packed=True, micro_batch=2)),
+)
+"""Written in the first, resumed in the second."""
+QUICK_PAIRS = 2
+"""The first of them belong to ``--quick``."""
+
+LEFT_OUT = ("largest", "moments")
+"""What the control forgets when it resumes; either must show."""
+
 TABLES = ((ROWS, QUICK), (ROWS_AUX, QUICK_AUX))
 
 
@@ -103,6 +124,25 @@ class Outcome:
     def row(self) -> dict[str, Any]:
         """For the report."""
         return {"layout": str(self.cut), "sha256": self.sha256, "loss": [self.first_loss, self.last_loss], "grad_norm": self.last_norm, "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that changed its layout. ``left_out`` is what it forgot, empty for none; ``equal``: the bytes of the uninterrupted run."""
+
+    written: Cut
+    resumed: Cut
+    step: int
+    left_out: str
+    sha256: str
+    equal: bool
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """For the report."""
+        more = {"left_out": self.left_out} if self.left_out else {}
+        names = {"layout": f"{self.written} -> {self.resumed}", "written": str(self.written), "resumed": str(self.resumed), "step": self.step}
+        return names | more | {"sha256": self.sha256, "equal": self.equal, "seconds": self.seconds}
 
 
 def run(recipe: Recipe, cut: Cut, contract: Contract | None, timeout: float = 900.0) -> Outcome:
@@ -125,6 +165,76 @@ def _rank(rank: int, recipe: Recipe, cut: Cut, contract: Contract | None) -> tup
     return found
 
 
+def run_pairs(
+    recipe: Recipe, contract: Contract, folder: Path, wanted: str, pairs: Sequence[tuple[Cut, Cut]] = PAIRS, told: Callable[[str], None] = lambda what: None
+) -> tuple[list[Resumed], list[Resumed]]:
+    """Every pair, and the control: the first pair with something forgotten.
+
+    Args:
+        recipe: the training; checkpoints are written after half of its steps.
+        contract: the order of every sum.
+        folder: where checkpoints go.
+        wanted: the digest of the uninterrupted run.
+        pairs: layouts to write and to resume in.
+        told: called with what begins.
+    """
+    step = recipe.steps // 2
+    rows, control = [], []
+    for number, (written, resumed) in enumerate(pairs):
+        began = time.monotonic()
+        place = folder / f"pair-{number}"
+        told(f"{written} -> {resumed}")
+        run_ranks(written.layout.ranks, _write, recipe, written, contract, step, place, timeout=900)
+        for left_out in ("", *(LEFT_OUT if number == 0 else ())):
+            if left_out:
+                told(f"{resumed} without {left_out}")
+            found = set(run_ranks(resumed.layout.ranks, _resume, recipe, resumed, contract, step, place, left_out, timeout=900))
+            if len(found) != 1:
+                raise RuntimeError(f"{resumed}: the ranks export different bytes: {sorted(found)}")
+            sha256 = found.pop()
+            outcome = Resumed(written, resumed, step, left_out, sha256, sha256 == wanted, round(time.monotonic() - began, 1))
+            (control if left_out else rows).append(outcome)
+            began = time.monotonic()
+    return rows, control
+
+
+def _write(rank: int, recipe: Recipe, cut: Cut, contract: Contract, step: int, place: Path) -> None:
+    training = Training(recipe, cut, contract)
+    while training.step_number < step:
+        training.step()
+    training.save(place)
+    training.close()
+
+
+def _resume(rank: int, recipe: Recipe, cut: Cut, contract: Contract, step: int, place: Path, left_out: str) -> str:
+    training = Training(recipe, cut, contract)
+    found = training.resume(place)
+    if (found.step, training.step_number) != (step, step):
+        raise RuntimeError(f"{place}: resumed at step {found.step}, data at {training.step_number}; both must be {step}")
+    forget(training, left_out)
+    while training.step_number < recipe.steps:
+        training.step()
+    sha256 = training.sha256()
+    training.close()
+    return sha256
+
+
+def forget(training: Training, what: str) -> None:
+    """Lose a part of what was loaded: ``largest`` or ``moments``; nothing when empty."""
+    if what == "largest":
+        for sums in sums_of([training.model]):
+            for parameter in sums.parameters:
+                parameter.largest = 0.0
+            sums.reset()
+    elif what == "moments":
+        for part in optimizers(training.optimizer):
+            for state in part.optimizer.state.values() if part.optimizer is not None else ():
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment].zero_()
+    elif what:
+        raise ValueError(f"forget: {what!r} is none of {', '.join(LEFT_OUT)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the table and the elastic rows. Status 0 when all are equal and the controls differ, 2 for a folder that cannot be had, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python -m examples.qwen3_moe.matrix_train --quick")
@@ -144,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     torch.set_num_threads(1)
     try:
-        folders.require_out(options.out)
+        folders.require_writable(options.out, "--out")
         with folders.claimed(options.out):
             return _tables(console, options, chosen, chosen_aux)
     except (InputProblem, OSError) as problem:
@@ -159,7 +269,7 @@ def _tables(console: Console, options: argparse.Namespace, chosen: Sequence[Cut]
         rows = _run_all(console, recipe, chosen, contract, "rows")
         rows_aux = _run_all(console, replace(recipe, aux_loss=AUX_LOSS), chosen_aux, contract, "with auxiliary loss")
         control = [] if options.no_control else _run_all(console, recipe, CONTROL, None, "stock")
-        pairs = elastic.PAIRS[: elastic.QUICK] if options.quick else elastic.PAIRS
+        pairs = PAIRS[:QUICK_PAIRS] if options.quick else PAIRS
         pairs = () if options.no_elastic or options.rows or options.steps < 2 else pairs
         resumed, forgetful = _run_elastic(console, recipe, contract, Path(folder), rows[0].sha256, pairs)
     _show(console, {"": rows, "auxiliary loss: ": rows_aux, "stock: ": control})
@@ -180,9 +290,7 @@ def _tables(console: Console, options: argparse.Namespace, chosen: Sequence[Cut]
         "fingerprint": contract.fingerprint(),
         "model": MODEL | {"torch_dtype": options.dtype},
     }
-    partial = options.out / "report.json.part"
-    partial.write_text(json.dumps(report, indent=1))
-    os.replace(partial, options.out / "report.json")
+    write_whole(options.out / "report.json", json.dumps(report, indent=1).encode())
     stock = "not run" if not control else "differ" if differs else "are equal: no control"
     last = f"{same} of {len(rows)} layouts train to the same bytes ({options.steps} steps, {rows[0].sha256[:16]})"
     if rows_aux:
@@ -212,11 +320,11 @@ def _run_all(console: Console, recipe: Recipe, cuts: Sequence[Cut], contract: Co
 
 def _run_elastic(
     console: Console, recipe: Recipe, contract: Contract, folder: Path, wanted: str, pairs: Sequence[tuple[Cut, Cut]]
-) -> tuple[list[elastic.Resumed], list[elastic.Resumed]]:
+) -> tuple[list[Resumed], list[Resumed]]:
     if not pairs:
         return [], []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("elastic", total=len(pairs) + len(elastic.LEFT_OUT))
+        task = progress.add_task("elastic", total=len(pairs) + len(LEFT_OUT))
 
         def told(what: str) -> None:
             progress.update(task, description=what)
@@ -224,10 +332,10 @@ def _run_elastic(
                 console.print(what, soft_wrap=True, highlight=False)
             progress.advance(task)
 
-        return elastic.run(recipe, contract, folder, wanted, pairs, told)
+        return run_pairs(recipe, contract, folder, wanted, pairs, told)
 
 
-def _show_elastic(console: Console, rows: Sequence[elastic.Resumed], control: Sequence[elastic.Resumed]) -> None:
+def _show_elastic(console: Console, rows: Sequence[Resumed], control: Sequence[Resumed]) -> None:
     if not rows:
         return
     table = Table("written in", "resumed in", "seconds", "", "sha256 of weights, main parameters and moments")

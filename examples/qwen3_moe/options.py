@@ -1,11 +1,11 @@
-"""Every option of the main job, checked before anything is started."""
+"""Every option of the main job, and those that the other jobs share; checked before anything is started."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +33,7 @@ LEAST_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True)
 class Options:
-    """Parsed options."""
+    """Parsed options. ``picture`` is where the job draws its picture, if not in ``out``."""
 
     trainer: TrainerLayout
     trainers: tuple[TrainerLayout, ...]
@@ -58,12 +58,19 @@ class Options:
     out: Path
     cache: Path
     picture: Path | None = None
-    """Where the job draws its picture, if not in ``out``."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """Those that the job writes results to: its own from beginning to end."""
         return (self.out,) if self.picture is None else (self.picture, self.out)
+
+    @property
+    def begins_with(self) -> str:
+        """What the job does first and how long that usually takes, in words."""
+        if self.model is not None or self.checkpoint == "slice" or not self.pretrain_steps:
+            return "the first round follows in about a minute"
+        usual = f"{math.ceil(self.pretrain_seconds)} seconds at most" if self.quick else f"about {math.ceil(self.pretrain_steps / 120)} minutes on two cores"
+        return f"{self.checkpoint} is pre-trained first, {usual} (once: it is kept in {self.cache})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,75 +81,59 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
 
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
-    return value
+def make_parser(prog: str, description: str, examples: str) -> Parser:
+    """An empty parser with a page of help that ends in examples."""
+    return Parser(prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
 
-def _norm(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number, 0 (no clipping) or above, got {text}")
-    return value
+def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = float(text)
+        if not (fits(value) and value < math.inf):
+            raise argparse.ArgumentTypeError(f"must be a finite number{what}, got {text}")
+        return value
 
-
-_rate.__name__ = _norm.__name__ = "float"  # what argparse calls the type of a word that is no number
+    read.__name__ = "float"  # what argparse calls the type of a word that is no number
+    return read
 
 
 def parser() -> argparse.ArgumentParser:
     """The options; those of Megatron keep Megatron's names."""
-    made = Parser(
-        prog="qwen3_moe.sh",
-        description="Train a Qwen3-MoE model with Megatron, sample it with vLLM, and compare every token's log-probability byte for byte.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    what = "Train a Qwen3-MoE model with Megatron, sample it with vLLM, and compare every token's log-probability byte for byte."
+    made = make_parser("qwen3_moe.sh", what, EXAMPLES)
     which = "one made here: tiny (pre-trained; the default), or slice (Qwen3-30B-A3B widths)"
     shared_options(made).add_argument("--checkpoint", choices=("tiny", "slice"), help=which)
-    job = made.add_argument_group("job")
-    job.add_argument("--quick", action="store_true", help="within two minutes on two cores: rollout TP 1, fewer prompts, capped pre-training")
-    job.add_argument("--rounds", type=int, default=3, metavar="N", help="sample, score, train, push (3)")
-    job.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='JSON lines of {"text": ...} or {"tokens": [...]} (default: 1 token to several pages, from the corpus)'
-    )
-    job.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens sampled for each prompt (32; --quick 16)")
-    job.add_argument("--temperature", type=float, default=0.8, help="of the sampled half of the requests; the other half is greedy (0.8)")
-    more = "may be given several times"
-    job.add_argument("--trainers", nargs="+", action="extend", metavar="LAYOUT", help=f"further layouts of the table, {more} ({' '.join(TRAINERS)})")
-    job.add_argument(
-        "--rollouts",
-        nargs="+",
-        action="extend",
-        metavar="LAYOUT",
-        help=f"rollout layouts, the first runs the rounds; {more} ({' '.join(ROLLOUTS)})",
-    )
-    job.add_argument("--no-train", action="store_true", help="only sample and score, with the weights as they are")
-    job.add_argument("--no-control", action="store_true", help="leave out the stock packages")
-    job.add_argument("--out", type=Path, default=Path("out/qwen3_moe"), metavar="DIR", help="report.json, logdiff.png, logs (out/qwen3_moe)")
+    add = made.add_argument_group("job").add_argument
+    add("--quick", action="store_true", help="within two minutes on two cores: rollout TP 1, fewer prompts, capped pre-training")
+    add("--rounds", type=int, default=3, metavar="N", help="sample, score, train, push (3)")
+    which = 'JSON lines of {"text": ...} or {"tokens": [...]} (default: 1 token to several pages, from the corpus)'
+    add("--prompts", type=Path, metavar="FILE", help=which)
+    add("--max-new-tokens", type=int, metavar="N", help="tokens sampled for each prompt (32; --quick 16)")
+    add("--temperature", type=float, default=0.8, help="of the sampled half of the requests; the other half is greedy (0.8)")
+    which = f"further layouts of the table, may be given several times ({' '.join(TRAINERS)})"
+    add("--trainers", nargs="+", action="extend", metavar="LAYOUT", help=which)
+    which = f"rollout layouts, the first runs the rounds; may be given several times ({' '.join(ROLLOUTS)})"
+    add("--rollouts", nargs="+", action="extend", metavar="LAYOUT", help=which)
+    add("--no-train", action="store_true", help="only sample and score, with the weights as they are")
+    add("--no-control", action="store_true", help="leave out the stock packages")
+    add("--out", type=Path, default=Path("out/qwen3_moe"), metavar="DIR", help="report.json, logdiff.png, logs (out/qwen3_moe)")
     return made
 
 
 def shared_options(made: argparse.ArgumentParser, *, tp: int = 1, ep: int = 1, micro_batch: int = 2, lr: float = 1e-3) -> argparse._ArgumentGroup:
     """What every job of this folder takes: the trainer's layout, its step, and the checkpoint; returns the last group."""
-    megatron = made.add_argument_group("Megatron (the layout of the ranks that train; names as in Megatron-LM)")
-    megatron.add_argument("--tensor-model-parallel-size", "--tp", type=int, default=tp, dest="tp", metavar="N", help=f"tensor parallel size ({tp})")
-    megatron.add_argument("--expert-model-parallel-size", "--ep", type=int, default=ep, dest="ep", metavar="N", help=f"expert parallel size ({ep})")
-    megatron.add_argument(
-        "--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)"
-    )
-    megatron.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
-    megatron.add_argument("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size (1)")
-    megatron.add_argument(
-        "--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way"
-    )
-    megatron.add_argument("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
-    megatron.add_argument("--micro-batch-size", type=int, default=micro_batch, metavar="N", help=f"sequences per micro-batch ({micro_batch})")
-    megatron.add_argument("--lr", type=_rate, default=lr, help=f"learning rate of Adam ({lr})")
-    megatron.add_argument("--clip-grad", type=_norm, default=1.0, help="largest gradient norm (1.0)")
-    megatron.add_argument("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
+    add = made.add_argument_group("Megatron (the layout of the ranks that train; names as in Megatron-LM)").add_argument
+    add("--tensor-model-parallel-size", "--tp", type=int, default=tp, dest="tp", metavar="N", help=f"tensor parallel size ({tp})")
+    add("--expert-model-parallel-size", "--ep", type=int, default=ep, dest="ep", metavar="N", help=f"expert parallel size ({ep})")
+    add("--expert-tensor-parallel-size", "--etp", type=int, dest="etp", metavar="N", help="tensor parallel size inside experts (1 with --ep, else --tp)")
+    add("--pipeline-model-parallel-size", "--pp", type=int, default=1, dest="pp", metavar="N", help="pipeline stages (1)")
+    add("--context-parallel-size", "--cp", type=int, default=1, dest="cp", metavar="N", help="context parallel size (1)")
+    add("--sequence-parallel", "--sp", action="store_true", dest="sp", help="always on when --tp is above 1: Megatron trains experts no other way")
+    add("--moe-token-dispatcher-type", choices=DISPATCHERS, default="alltoall", dest="dispatcher", help="how tokens reach experts (alltoall)")
+    add("--micro-batch-size", type=int, default=micro_batch, metavar="N", help=f"sequences per micro-batch ({micro_batch})")
+    add("--lr", type=_number(" above 0", lambda value: value > 0), default=lr, help=f"learning rate of Adam ({lr})")
+    add("--clip-grad", type=_number(", 0 (no clipping) or above", lambda value: value >= 0), default=1.0, help="largest gradient norm (1.0)")
+    add("--seed", type=int, default=1, help="of weights, prompts and sampling (1)")
     model = made.add_argument_group("checkpoint")
     model.add_argument("--model", type=Path, metavar="DIR", help="your own HF folder of Qwen3-MoE or Qwen3 (config.json, *.safetensors)")
     model.add_argument("--num-layers", type=int, metavar="N", help="layers of the checkpoint made here (tiny 4, slice 1)")
@@ -157,18 +148,20 @@ def trainer_of(a: argparse.Namespace, world: int | None) -> TrainerLayout:
     Raises:
         ValueError: sizes that do not fit each other, or the ranks.
     """
-    trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
+    sizes = dict(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dispatcher=a.dispatcher)
+    trainer = TrainerLayout.of(**sizes)
     if world is not None and world != trainer.ranks:
         per_replica = a.tp * a.pp * a.cp
         if world % per_replica:
-            sizes = f"tp {a.tp} times pp {a.pp} times cp {a.cp}"
-            raise ValueError(f"{world} ranks do not divide by {sizes}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
-        trainer = TrainerLayout.of(tp=a.tp, ep=a.ep, etp=a.etp, pp=a.pp, cp=a.cp, sp=True if a.sp else None, dp=world // per_replica, dispatcher=a.dispatcher)
+            product = f"tp {a.tp} times pp {a.pp} times cp {a.cp}"
+            raise ValueError(f"{world} ranks do not divide by {product}; start {trainer.ranks} (torchrun --nproc-per-node {trainer.ranks})")
+        trainer = TrainerLayout.of(**sizes, dp=world // per_replica)
     return trainer
 
 
-def check_shared(a: argparse.Namespace, least_of: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse values of :func:`shared_options` that cannot work, and of ``least_of`` (name, value and the least it may be).
+def check_shared(a: argparse.Namespace, least_of: Mapping[str, tuple[int, int]], more: str = "") -> None:
+    """Refuse values that cannot work: of :func:`shared_options`, of ``least_of`` (name, value and the least it may be), and a temperature below which vLLM
+    is greedy, where the trainer's scores would not be.
 
     Raises:
         ValueError: names the option and what would work.
@@ -184,41 +177,26 @@ def check_shared(a: argparse.Namespace, least_of: Mapping[str, tuple[int, int]])
     made = [name for name, value in (("--checkpoint", getattr(a, "checkpoint", None)), ("--num-layers", a.num_layers)) if value is not None]
     if a.model is not None and made:
         raise ValueError(f"--model and {' and '.join(made)}: a folder of your own has its layers; leave out --model or the other")
+    if not LEAST_TEMPERATURE <= a.temperature < math.inf:
+        raise ValueError(f"--temperature must be above 0 and finite, at least {LEAST_TEMPERATURE:g}, got {a.temperature}{more}")
 
 
-def check_temperature(value: float, more: str = "") -> None:
-    """Refuse a temperature that an engine would not sample with: below ``LEAST_TEMPERATURE`` vLLM is greedy, and the trainer's scores would not be.
-
-    Raises:
-        ValueError: what would work.
-    """
-    if not LEAST_TEMPERATURE <= value < math.inf:
-        raise ValueError(f"--temperature must be above 0 and finite, at least {LEAST_TEMPERATURE:g}, got {value}{more}")
-
-
-def layers_of(a: argparse.Namespace, checkpoint: str) -> int:
-    """Layers of the checkpoint made here.
+def shared_values(a: argparse.Namespace, checkpoint: str) -> dict[str, object]:
+    """The fields of :class:`Options` that every job takes over from its command line.
 
     Raises:
-        ValueError: how many it may have.
+        ValueError: a number of layers that ``checkpoint`` does not have, or a home folder that is not there.
     """
-    layers: int = a.num_layers if a.num_layers is not None else (4 if checkpoint == "tiny" else 1)
+    layers = a.num_layers if a.num_layers is not None else (4 if checkpoint == "tiny" else 1)
     if not 1 <= layers <= MOST_LAYERS[checkpoint]:
         raise ValueError(f"--num-layers {layers}: {checkpoint} has 1 to {MOST_LAYERS[checkpoint]} layers")
-    return layers
-
-
-def cache_folder() -> Path:
-    """Where checkpoints made here are kept.
-
-    Raises:
-        ValueError: a home folder that is not there.
-    """
     cache = Path(os.environ.get("TIO_CACHE") or "~/.cache/tio_megatron")
     try:
-        return cache.expanduser()
+        cache = cache.expanduser()
     except RuntimeError as error:
         raise ValueError(f"TIO_CACHE {cache}: there is no such home folder; name a folder by its path") from error
+    same = ("model", "dtype", "temperature", "lr", "clip_grad", "micro_batch_size", "seed")
+    return {name: getattr(a, name) for name in same} | {"checkpoint": checkpoint, "num_layers": layers, "cache": cache}
 
 
 def parse(argv: Sequence[str], world: int | None = None) -> Options:
@@ -233,43 +211,22 @@ def parse(argv: Sequence[str], world: int | None = None) -> Options:
     default_trainers, default_rollouts = (TRAINERS[:2], ROLLOUTS[:1]) if a.quick else (TRAINERS, ROLLOUTS)
     further = [TrainerLayout.parse(text) for text in a.trainers or default_trainers]
     rollouts = [RolloutLayout.parse(text) for text in a.rollouts or default_rollouts]
-    check_shared(a, {"--rounds": (a.rounds, 1)})
     new_tokens = a.max_new_tokens if a.max_new_tokens is not None else (16 if a.quick else 32)
-    if new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {new_tokens}")
-    check_temperature(a.temperature, " (half of the requests are greedy anyway)")
+    check_shared(a, {"--rounds": (a.rounds, 1), "--max-new-tokens": (new_tokens, 1)}, " (half of the requests are greedy anyway)")
     if a.prompts is not None and not a.prompts.is_file():
         raise ValueError(f"--prompts {a.prompts}: no such file")
-    checkpoint = a.checkpoint or "tiny"
     return Options(
         trainer=trainer,
-        trainers=_once([trainer, *further]),
+        trainers=tuple({str(each): each for each in (trainer, *further)}.values()),
         rollouts=tuple(dict.fromkeys(rollouts)),
-        checkpoint=checkpoint,
-        model=a.model,
-        num_layers=layers_of(a, checkpoint),
-        dtype=a.dtype,
         prompts=a.prompts,
         rounds=a.rounds,
         max_new_tokens=new_tokens,
-        temperature=a.temperature,
         pretrain_steps=min(a.pretrain_steps, 30) if a.quick else a.pretrain_steps,
         pretrain_seconds=25.0 if a.quick else 600.0,
-        lr=a.lr,
-        clip_grad=a.clip_grad,
-        micro_batch_size=a.micro_batch_size,
-        seed=a.seed,
         train=not a.no_train,
         control=not a.no_control,
         quick=a.quick,
         out=a.out,
-        cache=cache_folder(),
+        **shared_values(a, a.checkpoint or "tiny"),  # type: ignore[arg-type]
     )
-
-
-def _once(trainers: list[TrainerLayout]) -> tuple[TrainerLayout, ...]:
-    """Each layout once, the main one first."""
-    seen: dict[str, TrainerLayout] = {}
-    for trainer in trainers:
-        seen.setdefault(str(trainer), trainer)
-    return tuple(seen.values())

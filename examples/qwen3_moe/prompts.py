@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.integrations.vllm.rollout import Request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 LENGTHS = (1, 2, 17, 63, 64, 65, 130, 200, 321, 450)
 """Around the edges of a block of 64 keys, and beyond what one chunk of prefill takes."""
 QUICK = (1, 17, 64, 65, 200, 321)
-LONGEST = 512
-"""Tokens of a sequence, prompt and sampled together, unless a prompt file asks for more."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how to sample after it; ``temperature`` 0 is greedy."""
-
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int | None = None
 
 
 def requests(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int, round_number: int) -> list[Request]:

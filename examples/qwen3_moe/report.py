@@ -1,22 +1,81 @@
-"""What the job shows: the table, ``report.json`` and the picture of both distributions."""
+"""What a job shows: lines and bars while it runs; at the end the table, ``report.json`` and the picture of both distributions."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tio_megatron.files.whole import write_whole
 from tio_megatron.verify import Comparison
+
+Advance = Callable[[int, str], None]
+LINE_SECONDS = 20.0
+"""Between two lines of a long step, where no terminal shows a bar."""
+
+
+class Screen:
+    """Prints on rank 0. ``seconds`` keeps how long each step took."""
+
+    def __init__(self, shown: bool) -> None:
+        self.console = Console(quiet=not shown, width=None if Console().is_terminal else 140, highlight=False)
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A step without a known length: a spinner, then one line with its time and what the yielded function was told."""
+        began, notes = time.monotonic(), list[str]()
+        with self.console.status(f"{name} ..."):
+            yield notes.append
+        self._done(name, began, "; ".join(notes))
+
+    @contextlib.contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Advance]:
+        """A step of ``total`` parts: call the yielded function with how many are done and a few words. In a file a line now and then stands for the bar."""
+        began, last, told = time.monotonic(), [""], [time.monotonic()]
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:  # else rich ends it with an empty line
+            task = progress.add_task(name, total=total, note="")
+
+            def advance(done: int, note: str = "") -> None:
+                last[0] = note
+                if not self.console.is_terminal and time.monotonic() - told[0] > LINE_SECONDS and done < total:
+                    told[0] = time.monotonic()
+                    self.say(f"{name}: {done} of {total}{f'; {note}' if note else ''}")
+                progress.update(task, completed=done, note=note)
+
+            yield advance
+        self._done(name, began, last[0])
+
+    def _done(self, name: str, began: float, note: str) -> None:
+        took = time.monotonic() - began
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + took, 2)
+        self.say(f"[{time.monotonic() - self._began:6.1f} s] {name}: {took:.1f} s{f'; {note}' if note else ''}")
 
 
 @dataclass(frozen=True)
@@ -117,8 +176,8 @@ def write(out: Path, pairs: Sequence[Pair], control: Sequence[Pair], more: Mappi
         **more,
     }
     image = picture(pairs, control)  # drawn before the first file is replaced, so that both are of one run
-    replace_file(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
-    replace_file(out / "logdiff.png", image)
+    write_whole(out / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(out / "logdiff.png", image)
 
 
 def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
@@ -149,13 +208,3 @@ def picture(pairs: Sequence[Pair], control: Sequence[Pair]) -> bytes:
     figure.savefig(held, format="png", dpi=120)
     pyplot.close(figure)
     return held.getvalue()
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete or not there."""
-    draft = path.with_name(f".{path.name}.draft-{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -10,23 +10,21 @@ from pathlib import Path
 import torch
 
 from examples.qwen3_moe import tasks
-from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.grpo import Learned, PolicyTrainer, Samples
-from examples.qwen3_moe.job import environment
-from examples.qwen3_moe.kept_rollouts import KeptRollouts
-from examples.qwen3_moe.prompts import Request
+from examples.qwen3_moe.report import Screen
+from examples.qwen3_moe.rl import RlOptions
 from examples.qwen3_moe.rl_metrics import Metrics, MetricsFile, measure, read
-from examples.qwen3_moe.rl_options import RlOptions
 from examples.qwen3_moe.rl_start import Words, tokenizer_files
-from examples.qwen3_moe.rollout import Rollout, require_same_contract
-from examples.qwen3_moe.screen import Screen
-from examples.qwen3_moe.world import World
 from tio_megatron import kernels, rl
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.checkpoint.training import LATEST
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout
 from tio_megatron.integrations.megatron.train_state import load_training, save_training
+from tio_megatron.integrations.vllm.rollout import Request, Rollout
+from tio_megatron.jobs.problems import InputProblem
+from tio_megatron.jobs.ranks import Ranks
+from tio_megatron.rollouts import About, Batch, Store
 
 CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
@@ -40,7 +38,7 @@ class Loop:
 
     Args:
         options: of the run.
-        world: the trainer's ranks.
+        ranks: the trainer's ranks.
         screen: the terminal.
         words: the tokenizer.
         start: folder of the checkpoint to start from.
@@ -48,34 +46,34 @@ class Loop:
         contract: of both sides, or None: both are stock.
     """
 
-    def __init__(self, options: RlOptions, world: World, screen: Screen, words: Words, start: Path, scratch: Path, contract: Contract | None) -> None:
-        self.options, self.world, self.screen, self.words = options, world, screen, words
+    def __init__(self, options: RlOptions, ranks: Ranks, screen: Screen, words: Words, start: Path, scratch: Path, contract: Contract | None) -> None:
+        self.options, self.ranks, self.screen, self.words = options, ranks, screen, words
         self.start, self.scratch, self.contract = start, scratch, contract
         with Checkpoint(start) as checkpoint:
             self.config = checkpoint.config
         self.rollout = options.rollout if self.config.shape.experts else RolloutLayout(options.rollout.tp)
-        self.longest = world.from_first(self._longest)
+        self.longest = ranks.from_first(self._longest)
 
     def run(self) -> list[Metrics]:
         """All steps; their numbers on rank 0, nothing elsewhere."""
-        options, world = self.options, self.world
+        options, ranks = self.options, self.ranks
         trainer = PolicyTrainer(self.config, options.trainer, self.contract, longest=self.longest, seed=options.job.seed)
         trainer.temperature = options.job.temperature
         trainer.load(self.start)
         trainer.train_with(lr=options.job.lr, clip_grad=options.job.clip_grad)
-        again = world.from_first(self._again)
-        first = self._resume(trainer) if options.resume or (again and world.from_first(self._has_checkpoint)) else 0
-        done: list[Metrics] = world.from_first(lambda: self._done_before(first)) if first else []
+        again = ranks.from_first(self._again)
+        first = self._resume(trainer) if options.resume or (again and ranks.from_first(self._has_checkpoint)) else 0
+        done: list[Metrics] = ranks.from_first(lambda: self._done_before(first)) if first else []
         if again:
             self.screen.say(f"torchrun has started the ranks again: on from step {first}")
         if first >= options.steps:
             if again:  # lost after its last step
                 return done
             raise InputProblem(f"--steps {options.steps}: the newest checkpoint below {options.job.out} has {first}; ask for more, or leave out --resume")
-        with world.on_first(self._start_engine) or contextlib.nullcontext() as engine:
-            file = world.on_first(lambda: MetricsFile(options.job.out, done))
-            kept = world.on_first(lambda: self._open_rollouts(again)) if options.keep_rollouts else None
-            world.on_first(world.begin)
+        with ranks.on_first(self._start_engine) or contextlib.nullcontext() as engine:
+            file = ranks.on_first(lambda: MetricsFile(options.job.out, done))
+            kept = ranks.on_first(lambda: self._open_rollouts(again)) if options.keep_rollouts else None
+            ranks.on_first(ranks.begin)
             name = f"{'stock ' if options.stock else ''}GRPO on '{options.task}', Megatron {options.trainer}, vLLM {self.rollout}"
             with self.screen.bar(name, options.steps) as advance:
                 for number in range(first, options.steps):
@@ -87,7 +85,7 @@ class Loop:
                         done.append(found)
                         advance(number + 1, f"reward {found['reward']:.3f}, max |logdiff| {found['logdiff_max']:g}, {found['tokens_per_s']:.0f} tokens/s")
 
-                    world.on_first(keep)
+                    ranks.on_first(keep)
                     if options.save_every and (number + 1) % options.save_every == 0:
                         self._save(trainer, number + 1)
         trainer.close()
@@ -141,7 +139,7 @@ class Loop:
         Raises:
             InputProblem: checkpoints would be written beside those of another run, and a restart could not tell them apart.
         """
-        again = self.world.begun
+        again = self.ranks.begun
         if self.options.save_every and not self.options.resume and not again and self._has_checkpoint():
             folder = self.options.job.out / CHECKPOINTS
             raise InputProblem(f"{folder}: holds checkpoints of another run; go on from them with --resume, move them away, or name another --out")
@@ -164,7 +162,7 @@ class Loop:
                 kept.add(found, step=number + 1, weights=manifest_digest(digests))
             return found
 
-        samples = self.world.from_first(sample)
+        samples = self.ranks.from_first(sample)
         size = options.job.micro_batch_size
         scores, entropies = trainer.score_policy(samples, size=size)
         advantages = rl.group_advantages(torch.tensor(samples.rewards), torch.tensor(samples.groups))
@@ -173,7 +171,7 @@ class Loop:
         for lo in range(0, len(samples.sequences), share):
             part = samples.part(lo, lo + share)
             learned.append(trainer.learn(part, advantages[lo : lo + share], size=size, clip=options.clip, clip_high=options.clip_high))
-        if not self.world.first:
+        if not self.ranks.first:
             return {}
         first = learned[0]
         found = measure(samples.logprobs, scores, entropies, first.ratios, samples.rewards)
@@ -201,12 +199,12 @@ class Loop:
             )
             for place, prompt in enumerate(groups)
         ]
-        sampled = engine.sample(requests, words.end)
+        sampled = engine.sample(requests, stop=words.end)
         return Samples(
-            sequences=[[*request.tokens, *tokens] for request, (tokens, _) in zip(requests, sampled, strict=True)],
+            sequences=[[*request.tokens, *answer.tokens] for request, answer in zip(requests, sampled, strict=True)],
             prompts=[len(request.tokens) for request in requests],
-            logprobs=[logprobs for _, logprobs in sampled],
-            rewards=[tasks.grade(asked[prompt], words.decode(tokens)) for prompt, (tokens, _) in zip(groups, sampled, strict=True)],
+            logprobs=[answer.logprobs for answer in sampled],
+            rewards=[tasks.grade(asked[prompt], words.decode(answer.tokens)) for prompt, answer in zip(groups, sampled, strict=True)],
             groups=groups,
             seeds=[request.seed for request in requests],
         )
@@ -215,27 +213,17 @@ class Loop:
         options = self.options
         at_once = min(options.prompts * options.samples, MOST_AT_ONCE)
         with self.screen.step(f"starting {'stock ' if self.contract is None else ''}vLLM, {options.rollout}"):
-            engine = Rollout(
+            return Rollout(
                 self.rollout,
                 self.start,
-                self.config.dtype,
                 self.contract,
                 longest=self.longest,
                 log=options.job.out / "logs",
-                environment=environment(self.rollout, self.config.shape.hidden),
-                rows=False,
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature
                 max_num_seqs=at_once,
                 # No prompt is cut: stock vLLM on the CPU ends when a cut one has a seed of its own.
                 max_num_batched_tokens=at_once * self.longest,
             )
-        try:
-            if self.contract is not None:
-                require_same_contract(self.contract, kernels.version(self.contract.family), engine.started.get("contract"))
-        except BaseException:
-            engine.close(0.5)
-            raise
-        return engine
 
     def _longest(self) -> int:
         """Tokens of the longest sequence, in whole pages.
@@ -250,3 +238,45 @@ class Loop:
             asked_for = f"--max-new-tokens {options.job.max_new_tokens}: prompt and response make up to {longest} tokens"
             raise InputProblem(f"{asked_for}, the model takes {self.config.max_positions}")
         return min(self.config.max_positions, -(-longest // PAGE) * PAGE)
+
+
+class KeptRollouts:
+    """The store of one run: batch ``n`` is step ``n + 1``.
+
+    Args:
+        folder: of the store; made if it is not there.
+        contract: of both sides, or None: both are stock.
+        temperature: of the sampling.
+        source: engine and layout in words.
+        resume: the run goes on from a checkpoint, so steps may be there already.
+
+    Raises:
+        InputProblem: a store of another run is there.
+    """
+
+    def __init__(self, folder: Path, contract: Contract | None, temperature: float, source: str, resume: bool) -> None:
+        self.contract, self.temperature, self.source = contract, temperature, source
+        there = (folder / "store.json").is_file()
+        self.store = Store.open(folder) if there else Store.create(folder)
+        if self.store.batches and not resume:
+            raise InputProblem(f"{folder}: holds the rollouts of another run; move them away, or name another --out")
+
+    def add(self, samples: Samples, *, step: int, weights: str) -> None:
+        """Keep a step. One that is there already, from before a restart, must have the same bytes.
+
+        Raises:
+            InputProblem: it has not, or steps before it are missing.
+        """
+        named = {} if self.contract is None else {"contract": self.contract.to_json()}
+        family = "" if self.contract is None else kernels.version(self.contract.family)
+        fingerprint = "" if self.contract is None else self.contract.fingerprint(family)
+        about = About(fingerprint, family, weights, step, self.temperature, self.source, named)
+        batch = Batch.of(about, samples.sequences, samples.prompts, samples.logprobs, seeds=samples.seeds, rewards=samples.rewards, groups=samples.groups)
+        if step <= self.store.batches:
+            differs = self.store.batch(step - 1).same(batch)
+            if differs:
+                raise InputProblem(f"{self.store.folder}: step {step} was sampled before with other {differs}; move the store away, or name another --out")
+            return
+        if step != self.store.batches + 1:
+            raise InputProblem(f"{self.store.folder}: holds {self.store.batches} steps, this is step {step}; move the store away, or name another --out")
+        self.store.append(batch)

@@ -1,7 +1,8 @@
-"""What a step of reinforcement learning is measured by, and where the numbers go: JSON lines, TensorBoard, one last sentence."""
+"""What a step of reinforcement learning is measured by, and where the numbers go: JSON lines, TensorBoard, a picture, one last sentence."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 
-from examples.qwen3_moe.report import replace_file
 from tio_megatron import rl
 from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.whole import write_whole
 from tio_megatron.verify.monitor.event_file import EventFile
 from tio_megatron.verify.monitor.lines import append_line
 
+KINDS = (("with tio_megatron", "", "tab:green"), ("stock packages", "stock", "tab:orange"))
 Metrics = dict[str, Any]
 """One step: names of numbers, in the order in which they are written."""
 
@@ -66,7 +68,7 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-        replace_file(self.path, b"".join(map(_line, before)))
+        write_whole(self.path, b"".join(map(_line, before)))
         self._events = EventFile(folder)
         for step in before:
             self._record(step)
@@ -136,3 +138,43 @@ def sentence(steps: Sequence[Metrics], stock: bool) -> str:
     found = "logdiff 0, ratio 1.0, KL 0" if same == len(steps) else f"logdiff to {logdiff:.3g}, ratio {low:.4g} to {high:.4g}, KL to {divergence:.2g}"
     before, after = ends(steps)
     return f"{'stock: ' if stock else ''}on policy in {same} of {len(steps)} steps ({found}); reward {before:.2f} to {after:.2f}"
+
+
+def draw(folder: Path) -> Path:
+    """``rl.png`` in ``folder`` from its ``metrics.jsonl`` and that in ``stock/`` below it, as far as they are there."""
+    path = folder / "rl.png"
+    write_whole(path, picture([read(folder / below / "metrics.jsonl") for _, below, _ in KINDS]))
+    return path
+
+
+def picture(runs: Sequence[Sequence[Metrics]]) -> bytes:
+    """A PNG of three rows with a column for each kind of run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 2, figsize=(10, 8), sharex=True, sharey="row", layout="constrained")
+    lengths = [len(run) for run in runs]
+    for column, ((name, _, colour), run) in enumerate(zip(KINDS, runs, strict=True)):
+        steps = [step["step"] for step in run]
+        reward, divergence, ratio = axes[:, column]
+        fewer = f", {len(run)} of {max(lengths)} steps" if 0 < len(run) < max(lengths) else ""
+        reward.set_title(f"{name}{fewer}" if run else f"{name}: not run")
+        reward.plot(steps, [step["reward"] for step in run], color=colour)
+        divergence.plot(steps, [step["kl_k3"] for step in run], color=colour, label="k3")
+        divergence.plot(steps, [abs(step["kl_k1"]) for step in run], color=colour, linestyle=":", label="|k1|")
+        divergence.set_yscale("symlog", linthresh=1e-7)
+        ratio.fill_between(steps, [step["ratio_min"] for step in run], [step["ratio_max"] for step in run], color=colour, alpha=0.4, linewidth=1)
+        ratio.set_xlabel("step")
+        if run:
+            divergence.set_title(f"largest k3 {max(step['kl_k3'] for step in run):.2g}", fontsize="medium")
+            low, high = min(step["ratio_min"] for step in run), max(step["ratio_max"] for step in run)
+            ratio.set_title(f"from {low:.6g} to {high:.6g}", fontsize="medium")
+            divergence.legend()
+    for axis, label in zip(axes[:, 0], ("reward", "KL(rollout, trainer)", "importance ratio, smallest to largest"), strict=True):
+        axis.set_ylabel(label)
+    held = io.BytesIO()
+    figure.savefig(held, format="png", dpi=120)
+    pyplot.close(figure)
+    return held.getvalue()

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from examples.qwen3_moe import corpus, makers, tasks
-from examples.qwen3_moe.ending import InputProblem
 from examples.qwen3_moe.job import pretrain_stage
-from examples.qwen3_moe.rl_options import RlOptions
-from examples.qwen3_moe.screen import Screen
+from examples.qwen3_moe.report import Screen
+from examples.qwen3_moe.rl import RlOptions
 from examples.qwen3_moe.stages import Stage
 from examples.qwen3_moe.trainer import Trainer
-from examples.qwen3_moe.world import World
 from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.contract import Contract
+from tio_megatron.jobs.problems import InputProblem
+from tio_megatron.jobs.ranks import Ranks
 
 WARM = {"sequences": 32, "lr": 1e-3}
 
@@ -53,7 +53,7 @@ class Words:
         return str(self.tokenizer.decode([token for token in tokens if token != self.end]))
 
 
-def starting_point(options: RlOptions, stage: Stage, contract: Contract, world: World, screen: Screen) -> tuple[Path, Words]:
+def starting_point(options: RlOptions, stage: Stage, contract: Contract, ranks: Ranks, screen: Screen) -> tuple[Path, Words]:
     """The folder of the checkpoint to start from, made if need be, and its tokenizer; every rank. The stock run starts from the same one."""
     job, end = options.job, stage.config.raw.get("eos_token_id")
     words = Words(stage.pretrain_from or stage.folder, end)
@@ -70,7 +70,7 @@ def starting_point(options: RlOptions, stage: Stage, contract: Contract, world: 
         folder = job.cache / f"rl-{options.task}-{key}"
         return folder, (folder / "config.json").is_file()
 
-    folder, there = world.from_first(named)
+    folder, there = ranks.from_first(named)
     if not there:
         with _trainer(options, stage, contract) as trainer:
             trainer.load(stage.folder)

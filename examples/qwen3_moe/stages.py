@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from examples.qwen3_moe import corpus, makers, prompts
-from examples.qwen3_moe.folders import forget_old, require_room
 from examples.qwen3_moe.options import Options
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, tensor_table
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
+from tio_megatron.jobs.folders import forget_old, require_room
 from tio_megatron.kernels.attention import MAX_HEAD
 
 PRETRAIN = {"length": 128, "sequences": 8, "lr": 3e-3}
+MADE = re.compile(r"(tiny|tiny-random|slice)-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,21 @@ def _raw(options: Options) -> list[dict[str, Any]]:
     return [full, makers.slice_config(options.num_layers, options.dtype, experts=32, vocab=32768)]
 
 
-def require_cache(options: Options, contract: Contract) -> None:
-    """Room in the cache for the checkpoints that will be made.
+def check_all(options: Options) -> None:
+    """Refuse what a stage would meet later: a model, a layout or a prompt that does not fit, a disk that is too small. Makes nothing.
 
     Raises:
-        InputProblem: the disk is too small.
+        ValueError: bad input, in one line.
     """
-    if options.model is None:
-        raws = _raw(options)
-        wanted = [_tiny_folder(options, contract, raws[0])] if options.checkpoint == "tiny" else [_slice_folder(options, raw) for raw in raws]
-        made = [folder for folder in wanted if not (folder / "config.json").is_file()]
-        missing = [config for folder, config in zip(wanted, configs(options), strict=True) if folder in made]
-        if missing:
-            require_room(options.cache, sum((4 if options.checkpoint == "tiny" else 2) * bytes_of(config) for config in missing))
+    contract, raws = contract_for(options), [] if options.model is not None else _raw(options)
+    found = configs(options)
+    for config in found:
+        check(options, contract, config)
+        tokenizer = tokenizer_for(options, config) if options.model is not None or options.prompts is not None else None
+        _prompts(options, config, tokenizer, None)
+    wanted = [_tiny_folder(options, contract, raws[0])] if options.checkpoint == "tiny" and raws else [_slice_folder(options, raw) for raw in raws]
+    missing = [config for folder, config in zip(wanted, found, strict=False) if not (folder / "config.json").is_file()]
+    require_room(options.cache, sum(4 * bytes_of(config) for config in missing), "TIO_CACHE")
 
 
 def tokenizer_for(options: Options, config: CheckpointConfig) -> Any:
@@ -176,11 +180,10 @@ def _tiny(options: Options, contract: Contract, raw: dict[str, Any], texts: Sequ
     if not (folder / "config.json").is_file():
         start = options.cache / f"tiny-random-{makers.config_key(raw, corpus.corpus_key(texts), options.seed)}"
         if not (start / "config.json").is_file():
-            require_room(options.cache, 4 * bytes_of(config))
             options.cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=options.cache) as draft:
                 makers.make_random(start, raw, options.seed, tuple(corpus.save_tokenizer(tokenizer, Path(draft))))
-    forget_old(options.cache, folder)
+    forget_old(options.cache, MADE, folder)
     return Stage("tiny", folder, config, asked, options.rounds, options.train, longest, start, stream if start else None)
 
 
@@ -190,9 +193,7 @@ def _slice(options: Options, contract: Contract, raw: dict[str, Any], *, name: s
     stream = np.random.default_rng(options.seed).integers(0, config.shape.vocab, 10_000, dtype=np.int32)
     asked, longest = _prompts(options, config, None, stream, prompts.QUICK)
     folder = _slice_folder(options, raw)
-    if not (folder / "config.json").is_file():
-        require_room(options.cache, 2 * bytes_of(config))
-        makers.make_random(folder, raw, options.seed)
+    makers.make_random(folder, raw, options.seed)
     return Stage(name, folder, config, asked, rounds, train, longest)
 
 
@@ -215,11 +216,13 @@ def _own(options: Options, contract: Contract) -> Stage:
 def _prompts(
     options: Options, config: CheckpointConfig, tokenizer: Any, stream: Any, lengths: Sequence[int] = prompts.LENGTHS
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The prompts and the longest sequence they make."""
+    """The prompts and the longest sequence they make; without a ``stream`` to cut them from they are only looked at."""
     if options.prompts is not None:
         asked, where = prompts.encode(options.prompts, prompts.read(options.prompts), tokenizer), str(options.prompts)
     else:
         fitting = prompts.default_lengths(options.quick, config.max_positions, options.max_new_tokens, lengths)
+        if stream is None:
+            return (), 0
         asked, where = prompts.from_stream(stream, fitting, options.seed), "prompts"
     prompts.check(asked, vocab=config.shape.vocab, longest=config.max_positions, max_new_tokens=options.max_new_tokens, where=where)
     longest = max(len(prompt) for prompt in asked) + options.max_new_tokens
@@ -230,3 +233,8 @@ def _prompts(
 def bytes_of(config: CheckpointConfig) -> int:
     """Bytes of all tensors."""
     return sum(spec.numel for spec in tensor_table(config.shape).values()) * (2 if config.dtype == "bfloat16" else 4)
+
+
+def bytes_on_the_way(found: Sequence[Stage]) -> int:
+    """Bytes of the weights that a run keeps between its engines."""
+    return max(bytes_of(stage.config) * (stage.rounds if stage.train else 0) for stage in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import tio_megatron
-from examples.qwen3_moe.batches import Batch, batch, steps
-from examples.qwen3_moe.groups import leave_groups, make_groups
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, write_checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
+from tio_megatron.integrations.megatron.layout_groups import leave_groups, make_groups
 from tio_megatron.integrations.megatron.scoring import token_logprobs
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights
 from tio_megatron.layers.context import own_tokens
@@ -31,6 +31,19 @@ from tio_megatron.verify import Recording
 
 BATCH_TOKENS = 1024
 """Tokens of one scoring batch, at most."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``tokens`` [b, s] int64, padded on the right with ``0``; ``labels`` [b, s] the next token of each; ``weights`` [b, s] fp32 of the
+    loss of each, 0 on padding; ``index`` [b] number of the sequence, -1 for one that only fills the batch; ``lengths`` [b].
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    index: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class Trainer:
@@ -95,7 +108,7 @@ class Trainer:
         multiple = self.multiple
         # Rows of a batch are independent, so the size of a batch is chosen for memory alone.
         size = max(1, BATCH_TOKENS // longest)
-        for done, part in enumerate(steps(sequences, ranks=self.dp, rank=self.dp_rank, size=size, multiple=multiple)):
+        for done, part in enumerate(scoring_batches(sequences, ranks=self.dp, rank=self.dp_rank, size=size, multiple=multiple)):
             scored = self._stock(part) if self.contract is None else self._ours(part)
             if scored is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
                 mine.update({number: result for number, result in zip(part.index, scored, strict=True) if number >= 0})
@@ -121,13 +134,7 @@ class Trainer:
                 group["lr"] = lr
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        count = -(-len(sequences) // (self.dp * size))
-        width = max(len(sequence) for sequence in sequences)
-        parts = []
-        for number in range(count):
-            lo = (number * self.dp + self.dp_rank) * size
-            index = range(min(lo, len(sequences)), min(lo + size, len(sequences)))
-            parts.append(batch(sequences, index, weights, size=size, length=width, multiple=self.multiple))
+        parts = self._training_batches(sequences, weights, size)
         losses: list[float] = []
 
         def loss_of(losses_of_tokens: torch.Tensor, part: Batch) -> tuple[torch.Tensor, ...]:
@@ -156,15 +163,25 @@ class Trainer:
         """Leave Megatron's groups."""
         leave_groups(self.contract)
 
-    def _schedule(self, parts: Sequence[Batch], loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, Any]]], *, forward_only: bool) -> None:
+    def _training_batches(self, sequences: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None, size: int) -> list[Batch]:
+        """This rank's micro-batches, all of one shape, as many on every data-parallel rank."""
+        parts = []
+        for number in range(-(-len(sequences) // (self.dp * size))):
+            lo = (number * self.dp + self.dp_rank) * size
+            index = range(min(lo, len(sequences)), min(lo + size, len(sequences)))
+            parts.append(batch(sequences, index, weights, size=size, length=max(map(len, sequences)), multiple=self.multiple))
+        return parts
+
+    def _schedule(self, parts: Sequence[Batch], loss_of: Callable[..., tuple[Any, ...]], *, forward_only: bool, logits: bool = False) -> None:
+        """Megatron's schedule over the micro-batches; ``loss_of`` is given each token's loss, or with ``logits`` these, on the last pipeline stage."""
         length = parts[0].tokens.shape[1]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).triu_(1) if self.sequences.ranks == 1 else None
 
-        def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]]:
+        def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[Any, ...]]]:
             part = next(iterator)
             tokens, labels = (own_tokens(t.to(self.device), self.sequences) for t in (part.tokens, part.labels))
             positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-            output = model(tokens, positions, mask, labels=labels)
+            output = model(tokens, positions, mask, labels=None if logits else labels)
             return output, lambda result: loss_of(result, part)
 
         get_forward_backward_func()(
@@ -199,6 +216,43 @@ class Trainer:
         if not found:
             return None
         return [(logprobs[: length - 1].tolist(), []) for logprobs, length in zip(found[0], part.lengths, strict=True)]
+
+
+def scoring_batches(sequences: Sequence[Sequence[int]], *, ranks: int, rank: int, size: int, multiple: int) -> list[Batch]:
+    """This rank's batch of each scoring step. Sequences are sorted by length, so that little is padded.
+
+    Args:
+        sequences: tokens of each, at least two.
+        ranks: data-parallel ranks; all of them take every step, some perhaps with nothing of their own.
+        rank: this one.
+        size: sequences in a batch.
+        multiple: what padded lengths must divide by (tensor parallel size, for sequence parallelism).
+    """
+    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
+    made = []
+    for start in range(0, len(order), size * ranks):
+        group = order[start : start + size * ranks]
+        mine = group[rank * size : (rank + 1) * size]
+        made.append(batch(sequences, mine, None, size=min(size, len(group)), length=max(len(sequences[i]) for i in group), multiple=multiple))
+    return made
+
+
+def batch(
+    sequences: Sequence[Sequence[int]], index: Sequence[int], weights: Sequence[Sequence[float]] | None, *, size: int, length: int, multiple: int
+) -> Batch:
+    """The sequences numbered ``index`` as one batch of ``size`` rows of at least ``length`` tokens."""
+    width = -(-length // multiple) * multiple
+    tokens = torch.zeros(size, width, dtype=torch.int64)
+    labels = torch.zeros(size, width, dtype=torch.int64)
+    weight = torch.zeros(size, width, dtype=torch.float32)
+    for row, number in enumerate(index):
+        sequence = torch.tensor(sequences[number], dtype=torch.int64)
+        tokens[row, : len(sequence)] = sequence
+        labels[row, : len(sequence) - 1] = sequence[1:]
+        if weights is not None:
+            weight[row, : len(sequence) - 1] = torch.tensor(weights[number], dtype=torch.float32)
+    fill = size - len(index)
+    return Batch(tokens, labels, weight, (*index, *[-1] * fill), (*[len(sequences[i]) for i in index], *[1] * fill))
 
 
 def pretrain(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from examples.qwen3_moe.children import report, serve
 from examples.qwen3_moe.trainer import Trainer
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
+from tio_megatron.jobs.children import report, serve
 from tio_megatron.testing import run_ranks
 
 

@@ -21,12 +21,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import tio_megatron
-from examples.qwen3_moe.groups import leave_groups, make_groups
 from tio_megatron.checkpoint import Checkpoint, Weights
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
 from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.layout_groups import leave_groups, make_groups
 from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state
 from tio_megatron.integrations.megatron.train_state import Restored, load_training, save_training
 from tio_megatron.integrations.megatron.weights import export_weights, load_weights

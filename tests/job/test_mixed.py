@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -11,9 +10,10 @@ import re
 import pytest
 import torch.distributed as dist
 
-from examples.qwen3_moe import agreement, options, rl_options
-from examples.qwen3_moe.ending import InputProblem
+from examples.qwen3_moe import options, rl, start
 from tio_megatron import kernels
+from tio_megatron.jobs.problems import InputProblem
+from tio_megatron.jobs.ranks import FirstRankFailed
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
@@ -21,8 +21,16 @@ SMALL = MOE | dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, n
 SMALL |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
-class World:
-    """The part of the job's world that the comparison needs."""
+class Ranks:
+    """The part of the job's ranks that the comparison needs."""
+
+    @property
+    def size(self):
+        return dist.get_world_size()
+
+    @property
+    def first(self):
+        return dist.get_rank() == 0
 
     def gather(self, mine):
         everyone = [None] * dist.get_world_size()
@@ -60,19 +68,14 @@ ROWS = {
     "layers": (None, [*WORDS, "--num-layers", "3"], "rank 1: option num_layers is 3.*rank 1: model is"),
     "model": (None, [*WORDS, "--model", "other"], r"rank 1: model is \w+, elsewhere \w+"),
     "dtype of the model": (None, [*WORDS, "--model", "fp32"], "rank 1: dtype is float32, elsewhere bfloat16"),
-    "tokenizer": (None, [*WORDS, "--model", "tokenizer"], r"rank 1: tokenizer is \w+, elsewhere made, or none"),
-    "token ids": (None, [*WORDS, "--prompts", "other.jsonl"], r"rank 1: token ids is \w+, elsewhere \w+"),
     "no such model": (None, [*WORDS, "--model", "empty"], "rank 1: .*empty"),
 }
 
 
 def make(folder):
-    for name, more in (("same", {}), ("other", {"rope_theta": 5e5}), ("fp32", {"torch_dtype": "float32"}), ("tokenizer", {})):
+    for name, more in (("same", {}), ("other", {"rope_theta": 5e5}), ("fp32", {"torch_dtype": "float32"})):
         write_tiny(folder / name, SMALL | more)
     (folder / "empty").mkdir()
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    (folder / "same.jsonl").write_text(json.dumps({"tokens": [1, 2, 3]}))
-    (folder / "other.jsonl").write_text(json.dumps({"tokens": [1, 2, 4]}))
 
 
 def compared(rank, row, folder):
@@ -80,15 +83,13 @@ def compared(rank, row, folder):
     os.environ.pop("TIO_CONTRACT", None)
     os.chdir(folder)
     harm, words, _ = ROWS[row]
-    usual = list(WORDS)
-    for name, value in (("--model", "same"), ("--prompts", "same.jsonl")):
-        usual += [name, value] if name in words else []
+    usual = [*WORDS, *(["--model", "same"] if "--model" in words else [])]
     if rank == 1 and harm is not None:
         harm(folder)
     given = options.parse(words if rank == 1 else usual, 2)
     try:
-        agreement.require(World(), given)
-    except InputProblem as problem:
+        start.require_same_job(Ranks(), given)
+    except (InputProblem, FirstRankFailed) as problem:
         return str(problem)
     return ""
 
@@ -103,17 +104,16 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("row", ROWS)
 def test_a_rank_that_differs_is_named_with_its_field(row, folder):
     first, second = run_ranks(2, compared, row, folder)
-    assert first == second and first.startswith("the ranks were not started for the same job: "), first
+    assert first.startswith("the ranks were not started for the same job: ") and second == "rank 0 left with status 2", (first, second)
     assert re.search(ROWS[row][2], first), first
 
 
 def same(rank, folder):
     os.chdir(folder)
-    for given in (options.parse(["--tp", "2", "--ep", "2", "--out", f"out-{rank}"], 2), rl_options.parse(["--steps", "3"], 2)):
-        agreement.require(World(), given)
-    agreement.require(World(), options.parse([*WORDS, "--model", "empty"], 2))  # all the same, and rank 0 says it
-    with pytest.raises(InputProblem, match="rank 1: option steps is 4, elsewhere 3"):
-        agreement.require(World(), rl_options.parse(["--steps", str(3 + rank)], 2))
+    for given in (options.parse(["--tp", "2", "--ep", "2", "--out", f"out-{rank}"], 2), rl.parse(["--steps", "3"], 2)):
+        start.require_same_job(Ranks(), given)
+    with pytest.raises((InputProblem, FirstRankFailed), match="rank 1: option steps is 4, elsewhere 3" if rank == 0 else "rank 0 left with status 2"):
+        start.require_same_job(Ranks(), rl.parse(["--steps", str(3 + rank)], 2))
     return True
 
 
@@ -123,11 +123,12 @@ def test_ranks_that_agree_go_on(folder):
 
 def most(rank):
     os.environ["TIO_CONTRACT"] = "1" if rank != 2 else '{"grain": 64}'
-    with pytest.raises(InputProblem) as caught:
-        agreement.require(World(), options.parse(["--tp", "4", "--ep", "4"], 4))
+    with pytest.raises((InputProblem, FirstRankFailed)) as caught:
+        start.require_same_job(Ranks(), options.parse(["--tp", "4", "--ep", "4"], 4))
     return str(caught.value)
 
 
 def test_of_four_the_one_is_named():
-    (said,) = set(run_ranks(4, most))
+    said, *others = run_ranks(4, most)
+    assert set(others) == {"rank 0 left with status 2"}
     assert "rank 2: contract is" in said and "rank 0" not in said

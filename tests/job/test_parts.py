@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from examples.qwen3_moe import corpus, folders, makers, prompts, report
-from examples.qwen3_moe.batches import steps
-from examples.qwen3_moe.children import Child, ChildFailed, InputProblem
+from examples.qwen3_moe import corpus, makers, prompts, report, stages
 from examples.qwen3_moe.job import policy_weights
 from examples.qwen3_moe.options import parse
+from examples.qwen3_moe.trainer import scoring_batches
 from tio_megatron.checkpoint import CheckpointConfig, tensor_digest, tensor_table
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.jobs import folders
+from tio_megatron.jobs.children import Child, ChildFailed
+from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.verify import Comparison
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +89,7 @@ def test_requests_do_not_depend_on_the_layout():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_takes_equal_steps(ranks):
     sequences = [list(range(n)) for n in (5, 2, 9, 3, 7)]
-    found = [steps(sequences, ranks=ranks, rank=rank, size=2, multiple=4) for rank in range(ranks)]
+    found = [scoring_batches(sequences, ranks=ranks, rank=rank, size=2, multiple=4) for rank in range(ranks)]
     assert len({len(theirs) for theirs in found}) == 1
     for same_step in zip(*found, strict=True):
         assert len({batch.tokens.shape for batch in same_step}) == 1
@@ -122,7 +124,8 @@ def test_made_checkpoints():
 
 CHILD = """
 import subprocess, sys, os, time
-from examples.qwen3_moe.children import InputProblem, report, serve
+from tio_megatron.jobs.children import report, serve
+from tio_megatron.jobs.problems import InputProblem
 def echo(word): print("noise on stdout"); report(1, 2); return {"word": word, "rank": os.environ.get("RANK"), "extra": os.environ.get("EXTRA")}
 def bad(): raise InputProblem("mend this")
 def bug(): raise KeyError("a bug")
@@ -218,7 +221,7 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
         (folder / "config.json").write_text("{}")
         os.utime(folder, (0, 1000 - age))
     os.utime(made[19])
-    folders.forget_old(tmp_path, made[18])
+    folders.forget_old(tmp_path, stages.MADE, made[18])
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == sorted(path.name for path in [*made[:14], made[18], made[19], *others])
     for folder in made:
@@ -226,5 +229,5 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
             os.utime(folder)
     for number in range(20, 30):
         (tmp_path / f"slice-{number:012x}").mkdir()
-    folders.forget_old(tmp_path, made[0])
+    folders.forget_old(tmp_path, stages.MADE, made[0])
     assert len(list(tmp_path.iterdir())) == 26 + len(others), "all were used today"

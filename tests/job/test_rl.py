@@ -12,14 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from examples.qwen3_moe import makers, rl, rl_loop, rl_start, tasks
-from examples.qwen3_moe.job import environment
-from examples.qwen3_moe.prompts import Request
-from examples.qwen3_moe.rl_metrics import MetricsFile, measure, on_policy, read
-from examples.qwen3_moe.rl_options import parse
-from examples.qwen3_moe.rl_plot import picture
-from examples.qwen3_moe.rollout import Rollout
+from examples.qwen3_moe.rl import parse
+from examples.qwen3_moe.rl_metrics import MetricsFile, measure, on_policy, picture, read
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout
+from tio_megatron.integrations.vllm.rollout import Request, Rollout
 from tio_megatron.rollouts import Store
 from tio_megatron.verify.monitor.event_file import EventFile, crc32c
 
@@ -35,7 +32,8 @@ def run(folder: Path, *argv: str, status: int = 0) -> str:
     command = ["bash", str(ROOT / "launch" / "qwen3_moe.sh"), "rl", *argv]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, timeout=1800)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return (done.stdout if status == 0 else done.stderr).strip().splitlines()[-1]
+    lines = done.stdout.splitlines() if status == 0 else [line for line in done.stderr.splitlines() if line.startswith("qwen3_moe: ")]
+    return lines[-1]
 
 
 def decided(path: Path) -> list[dict]:
@@ -113,13 +111,13 @@ def test_the_same_tokens_in_any_layout_batch_or_engine(tmp_path):
     found = []
     for layout in ("tp1", "tp1", "tp2", "tp2+ep"):
         parsed = RolloutLayout.parse(layout)
-        settings = dict(longest=128, log=tmp_path / "logs", environment=environment(parsed, 256), rows=False, logprobs_mode="processed_logprobs")
-        with Rollout(parsed, tmp_path / "model", raw["torch_dtype"], contract, **settings) as engine:
-            found.append(engine.sample(asked, 0))
-            found.append(engine.sample(asked[::-1], 0)[::-1])
-            found.append([engine.sample([one], 0)[0] for one in asked])
+        settings = dict(longest=128, log=tmp_path / "logs", logprobs_mode="processed_logprobs")
+        with Rollout(parsed, tmp_path / "model", contract, **settings) as engine:
+            found.append(engine.sample(asked, stop=0))
+            found.append(engine.sample(asked[::-1], stop=0)[::-1])
+            found.append([engine.sample([request], stop=0)[0] for request in asked])
     assert all(each == found[0] for each in found)
-    assert len({tuple(tokens) for tokens, _ in found[0]}) == len(asked)
+    assert len({tuple(answer.tokens) for answer in found[0]}) == len(asked)
 
 
 def test_tasks_are_the_same_every_time_and_their_answers_are_right():

@@ -1,6 +1,6 @@
 """The same bytes whatever hosts the ranks are on: one host with 4 ranks, 2 hosts x 2, 4 hosts x 1, other orders, a network with faults, one process.
 
-What runs is ``launch/qwen3_moe.sh consistency``, which people run on their own hosts, by torchrun's c10d rendezvous.
+What runs is ``launch/qwen3_moe.sh consistency``, which people run on their own hosts, by torchrun's static rendezvous.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_hosts_change_no_byte(alone, place, layouts, tmp_path):
 def test_four_hosts_in_another_order_change_no_byte(alone, tmp_path):
     found = launched.run(4, tmp_path, ["consistency", "--layouts", LAYOUTS[2], "--expect", alone], backwards=True)
     check(found, alone, "4 ranks on 4 hosts", 1)
-    assert [bool(out) for _, out, _ in found] == [False, False, False, True], "rank 0 is where the address sorts first, not where the hosts meet"
+    assert [bool(out) for _, out, _ in found] == [True, False, False, False], "rank 0 is on the host of NODE_RANK 0"
 
 
 @pytest.mark.full

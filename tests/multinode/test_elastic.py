@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import free_port
 
 from tio_megatron.checkpoint import damaged_files, latest_training, training_state
 from tio_megatron.testing.qwen3 import MOE, write_tiny
@@ -25,7 +26,7 @@ def run(folder, name, kills, steps=3):
     if not model.exists():
         write_tiny(model, SMALL)
     settings = {"model": str(model), "root": str(root), "steps": steps, "layout": "tp2+ep2", "kills": kills}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command += ["--max-restarts", str(len(kills)), RANKS, json.dumps(settings)]
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "TIO_CONTRACT")}
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TIO_COLLECTIVE_SECONDS": "10"}

@@ -1,4 +1,4 @@
-"""The job over several hosts, started as people do: the launch script on each host, torchrun's c10d rendezvous, TCP between their addresses."""
+"""The job over several hosts, started as people do: the launch script on each host, torchrun's static rendezvous, TCP between their addresses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import time
 import netns_hosts as network
 import pytest
 from launched import JOB, environment, free_port, run, start
-
-from examples.qwen3_moe import hosts as job_hosts
 
 QUICK = ("--quick", "--pretrain-steps", "2", "--no-control", "--rounds", "1", "--trainers", "tp1", "--rollouts", "tp1", "--max-new-tokens", "4")
 pytestmark = pytest.mark.usefixtures("several_hosts")
@@ -51,43 +49,22 @@ def test_nothing_listens_but_where_it_was_named(tmp_path, count):
         assert count == 1 or made[0].address in found[made[0].name], found
 
 
-def test_a_name_of_the_first_host_that_is_its_loopback_is_refused(monkeypatch):
-    """Debian's /etc/hosts gives a host's own name 127.0.1.1: the others would meet nobody there."""
-    monkeypatch.setattr(job_hosts, "own_address", lambda there, port, by: "127.0.1.1")
-    with pytest.raises(ValueError, match="MASTER_ADDR gpu1: on this host that is 127.0.1.1, where other hosts cannot reach it"):
-        job_hosts.Hosts(2, 0, "gpu1", 2000).listen()
-
-
-def test_a_host_that_never_comes_is_said(tmp_path):
+def test_a_host_that_never_comes_ends_the_run_within_torchruns_limit(tmp_path):
     with network.hosts(2) as made:
-        variables = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": made[0].address, "MASTER_PORT": str(free_port()), "TIO_RENDEZVOUS_SECONDS": "5"}
-        process = made[0].start(["bash", JOB, "--tp", "2", *QUICK], environment(tmp_path, **variables), tmp_path)
+        variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": made[0].address, "MASTER_PORT": str(free_port()), "PET_RDZV_CONF": "timeout=5"}
+        process = made[1].start(["bash", JOB, "--tp", "2", *QUICK], environment(tmp_path, **variables), tmp_path)
         out, err = process.communicate(timeout=300)
-        assert process.returncode == 2 and len(err.splitlines()) == 1, (process.returncode, out, err)
-        assert "1 of 2 hosts" in err or "cannot bring the ranks together" in err, err
-        assert not made[0].processes() and not (tmp_path / "out").exists()
-
-
-def test_hosts_that_are_numbered_the_wrong_way_round_are_refused_at_once(tmp_path):
-    with network.hosts(2) as made:
-        variables = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": made[1].address, "MASTER_PORT": str(free_port())}
-        process = made[0].start(["bash", JOB, "consistency"], environment(tmp_path, **variables), tmp_path)
-        out, err = process.communicate(timeout=300)
-        says = f"qwen3_moe: error: MASTER_ADDR {made[1].address}: no address of this host, which is the first (its own on the way there is {made[0].address})"
-        assert process.returncode == 2 and err.startswith(says) and len(err.splitlines()) == 1, (process.returncode, out, err)
+        assert process.returncode == 1 and "timed out after 5" in err, (process.returncode, out, err)
+        assert not made[1].processes() and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "variables, says",
     [
-        ({"NNODES": "2"}, "NODE_RANK is not set"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "2000"}, "hosts are numbered 0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"}, "MASTER_PORT is not set"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR and MASTER_PORT must name the first host and a free port there, the same on all hosts"),
         ({"NNODES": "two"}, "NNODES must be a whole number"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "2000"}, "this host cannot reach it"),
-        ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "2000"}, "do not divide by 3 hosts"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-3]"}, "do not divide by 3 hosts"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "2000"}, "no.such.host.invalid"),
+        ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "2000"}, "does not divide by 3 hosts"),
     ],
 )
 def test_variables_that_do_not_fit_are_one_line(tmp_path, variables, says):

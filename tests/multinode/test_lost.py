@@ -1,7 +1,7 @@
 """A host whose cable is pulled, and a rank of another host killed or stopped in a collective: every other says who is missing, in which sum, and all end.
 
 What runs is ``launch/qwen3_moe.sh consistency --soak`` on each host: collectives one after another, so whoever is harmed is in the middle of one.
-A host's ranks say it once; where each is to be heard, each has a host of its own.
+Of a host's ranks the first that ends has its error shown; where each is to be heard, each has a host of its own.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import launched
 import netns_hosts as network
 import pytest
 from netns_hosts import Host
 
-from examples.qwen3_moe.consistency_options import COLLECTIVES
+from examples.qwen3_moe.consistency import COLLECTIVES
 
 SECONDS = 10
 """What ``TIO_COLLECTIVE_SECONDS`` is. The tests wait for much longer: what is tested is who is named, in which sum, and that all end."""
@@ -81,8 +82,10 @@ def told(
     all_end: bool = True,
     *,
     training: bool = False,
+    signs: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[int, Told]:
     """What ``survivors`` of ``hosts`` with ``ranks`` each are told after ``harm(hosts, processes by rank)``. ``all_end``: the other hosts end too.
+    ``signs``: by which words a host's line is known, if it is not a rank's error.
 
     ``training``: not collectives, but a training that begins; the harm is done before its groups are made.
     """
@@ -91,7 +94,7 @@ def told(
     begun = "sum of " if training else f"{hosts * ranks} ranks on {hosts} hosts: every collective has come back once"
     scratch = folder / "temporary"
     scratch.mkdir()
-    variables = {"TIO_COLLECTIVE_SECONDS": str(SECONDS), "TIO_RENDEZVOUS_SECONDS": "60", "TMPDIR": str(scratch)}
+    variables = {"TIO_COLLECTIVE_SECONDS": str(SECONDS), "TMPDIR": str(scratch)}
     with network.hosts(hosts) as made:
         listeners = [Listener(process) for process in launched.start(made, folder, words, **variables)]
         first = listeners[0]
@@ -101,13 +104,13 @@ def told(
         harm(made, places)
         found = {}
         for host in survivors:
-            line = listeners[host].heard("qwen3_moe: rank ", 300)
+            line = listeners[host].heard(signs.get(host, "CollectiveError: "), 300)
             found[host] = Told(line, listeners[host].process.wait(300), listeners[host].errors())
         for number in set(range(hosts)) - survivors if all_end else ():
             listeners[number].process.wait(300)  # a stopped rank's torchrun finds the first host gone, and ends it
         left = [process for number, host in enumerate(made) for process in host.processes() if all_end or number in survivors]
         assert not left, "no process outlives the job"
-        assert not all_end or not list(scratch.glob("tio-*")), "nothing that the job has written is left behind"
+        assert not all_end or not list(scratch.glob("qwen3_moe-*")), "nothing that the job has written is left behind"
         return found
 
 
@@ -121,8 +124,9 @@ def test_a_host_that_is_cut_off(tmp_path):
 
 
 def test_a_rank_killed_on_the_other_host(tmp_path):
-    found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[3], signal.SIGKILL), {0, 1})
-    assert found[0].status == 1, found
+    signs = {1: "exitcode  : -9"}  # torchrun's own account
+    found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[3], signal.SIGKILL), {0, 1}, signs=signs)
+    assert found[0].status == 1 and found[1].status == 137 and any("rank      : 3 " in line for line in found[1].lines), found
     # torchrun ends the other rank of that host in the same moment.
     assert re.search(r"over ranks 0, 1, 2, 3: (rank 2 does not answer \(pid .*|)rank 3 does not answer \(pid \d+ on h1: killed, ", found[0].line), found
 
@@ -130,11 +134,10 @@ def test_a_rank_killed_on_the_other_host(tmp_path):
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_killed_on_the_first_host(tmp_path, rank):
     """The store that brought the ranks together is there; it stays until the other host's ranks have asked it."""
-    found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[rank], signal.SIGKILL), {0, 1})
-    assert (found[0].line, found[0].status) == (f"qwen3_moe: rank {rank} was ended by SIGKILL (out of memory?)", 137), found
-    assert found[1].status == 1, found
+    signs = {0: "exitcode  : -9"}  # torchrun's own account
+    found = told(2, 2, tmp_path, lambda hosts, ranks: os.kill(ranks[rank], signal.SIGKILL), {0, 1}, signs=signs)
+    assert found[0].status == 137 and any(f"rank      : {rank} " in line for line in found[0].lines) and found[1].status == 1, found
     assert re.search(rf"over ranks 0, 1, 2, 3: (rank 0 does not answer \(pid .*|)rank {rank} does not answer \(pid \d+ on h0: killed, ", found[1].line), found
-    assert found[1].lines == [found[1].line], "one line, without frames of C++"
 
 
 def test_all_of_the_first_host_is_killed(tmp_path):
@@ -150,7 +153,6 @@ def test_all_of_the_first_host_is_killed(tmp_path):
     assert re.search(
         r"over ranks 0, 1, 2, 3: rank 0 does not answer \(pid .*rank 1 does not answer \(pid .*the store .*, at 10\.77\.0\.1:\d+, has ended", found.line
     ), found
-    assert found.lines == [found.line], "one line, without frames of C++"
 
 
 def test_the_first_host_is_cut_off_while_groups_are_made(tmp_path):
@@ -161,7 +163,6 @@ def test_the_first_host_is_cut_off_while_groups_are_made(tmp_path):
         assert heard.status == 1, found
         says = rf"making the process groups of .* over ranks 0, 1, 2, 3: rank {away[0]} does not answer \(pid .*rank {away[1]} does"
         assert re.search(says, heard.line), found
-        assert heard.lines == [heard.line], "one line, without a traceback"
 
 
 @pytest.mark.parametrize(

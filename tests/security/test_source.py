@@ -27,7 +27,7 @@ ALLOWED = {
 }
 """What would be refused, with the reason why it stands."""
 
-EXCHANGE = ("tio_megatron/integrations/", "tio_megatron/verify/ascend/", "examples/", "benchmarks/main_job.py")
+EXCHANGE = ("tio_megatron/integrations/", "tio_megatron/jobs/", "tio_megatron/verify/ascend/", "examples/", "benchmarks/main_job.py")
 """Where ranks of one run may exchange plain values by torch's own means, which pickle; SECURITY.md says that ranks trust each other."""
 
 

@@ -61,11 +61,9 @@ def main(settings: dict) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from datetime import timedelta
+    from tio_megatron.jobs.ranks import come_together
 
-    from examples.qwen3_moe.world import join
-
-    join(timedelta(seconds=60))
+    come_together()
     answer = main(json.loads(sys.argv[1]))
     if dist.get_rank() == 0:
         print(f"digest {answer}", flush=True)

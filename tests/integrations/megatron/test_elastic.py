@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from small_disk import no_look_ahead, small_disk
 
-from examples.qwen3_moe.elastic import forget
+from examples.qwen3_moe.matrix_train import forget
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, CheckpointError, damaged_files, latest_training, training_state, write_checkpoint

@@ -1,27 +1,29 @@
-"""The job's ranks when one of them is killed, stopped or fails while rank 0 works alone and the others wait: each says who is missing."""
+"""A job's ranks when one of them is killed, stopped or fails while rank 0 works alone and the others wait: each says who is missing."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from tio_megatron.jobs import ranks
+from tio_megatron.jobs.problems import InputProblem
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
 TOGETHER = b"together\n"
 PROGRAM = """
 import os, signal, sys, time
-from examples.qwen3_moe.ending import leave
-from examples.qwen3_moe.world import World
 from tio_megatron.collectives import CollectiveError
+from tio_megatron.jobs.ranks import Ranks
 
 harm, victim = sys.argv[1], int(sys.argv[2])
-world = World()
-assert world.from_first(lambda: 7) == 7
+ranks = Ranks()
+assert ranks.from_first(lambda: 7) == 7
 print("together", flush=True)
 time.sleep(1)
 
@@ -34,23 +36,31 @@ def at_work():
     time.sleep(2)
     return 8
 
-if victim and world.rank == victim:
+if victim and ranks.rank == victim:
     os.kill(os.getpid(), getattr(signal, harm))
 try:
-    said = world.from_first(at_work)
+    said = ranks.from_first(at_work)
 except CollectiveError as error:
     said = f"{error.missing} {error}"
 print(said, flush=True)
-leave(0)
+os._exit(0)
 """
 
 
-def start(harm, victim):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+def variables(store, size):
+    """Those of a rank whose launcher keeps the store, as torchrun's does."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    kept |= {"PYTHONPATH": str(ROOT), "TIO_COLLECTIVE_SECONDS": str(SECONDS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
-    kept |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "OMP_NUM_THREADS": "1"}
+    kept |= {"PYTHONPATH": str(ROOT), "TIO_COLLECTIVE_SECONDS": str(SECONDS), "TORCH_CPP_LOG_LEVEL": "FATAL", "OMP_NUM_THREADS": "1"}
+    kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return kept | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def new_store():
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def start(store, harm, victim):
+    kept = variables(store, 3)
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, harm, str(victim)]
     pipe = subprocess.PIPE
     return [subprocess.Popen(command, env=kept | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=pipe, stderr=pipe, text=True) for rank in range(3)]
@@ -74,14 +84,12 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def worlds():
-    """Each begins when the one before is together, so that a slow machine starts three at a time; from there on they wait, side by side.
-
-    With rank 0 goes the store, which it holds when there is no torchrun.
-    """
-    started = {}
+    """Each begins when the one before is together, so that a slow machine starts three at a time; from there on they wait, side by side."""
+    started, stores = {}, []
     try:
         for harm, victim, _ in (*CASES, ("long", 0, "")):
-            started[harm, victim] = start(harm, victim)
+            stores.append(new_store())
+            started[harm, victim] = start(stores[-1], harm, victim)
             for process in started[harm, victim]:
                 if (said := first_bytes(process)) != TOGETHER:
                     raise AssertionError(f"{harm} of rank {victim}, before anything was done to it: {said!r} {process.stderr.read()}")
@@ -108,18 +116,29 @@ def test_rank_0_may_work_for_longer_than_any_collective(worlds):
         assert out.strip() == "8", (out, errors)
 
 
-def test_who_does_not_come_at_all_is_named(tmp_path):
-    """No torchrun, and one of two ranks is never started: either is said by the other."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    started = []
-    for rank, its_port in ((0, port), (1, str(int(port) + 1 if int(port) < 65535 else 1024))):
-        more = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": its_port}
-        more |= {"PYTHONPATH": str(ROOT), "TIO_COLLECTIVE_SECONDS": str(SECONDS), "PYTHON": sys.executable, "TIO_CACHE": str(tmp_path / "cache")}
-        command = ["bash", str(ROOT / "launch" / "qwen3_moe.sh"), "--tp", "2", "--ep", "2", "--quick", "--out", str(tmp_path / "out")]
-        started.append(subprocess.Popen(command, env=os.environ | more, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    says = ["not all 2 ranks have come within 7.5 of 10 s (TIO_COLLECTIVE_SECONDS)", "rank 0 has not come within 7.5 of 10 s (TIO_COLLECTIVE_SECONDS)"]
-    for process, wanted in zip(started, says, strict=True):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2 and wanted in errors and len(errors.splitlines()) == 1, errors
-    assert not (tmp_path / "out").exists()
+def test_who_does_not_come_at_all_is_named(monkeypatch):
+    store = new_store()
+    for name, value in variables(store, 3).items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"RANK": "1", "TIO_COLLECTIVE_SECONDS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "STARTING_SECONDS", 0.0)
+    with pytest.raises(InputProblem, match="the ranks cannot come together: rank 0, 2 of 3 has not come within 2 s"):
+        ranks.come_together()
+
+
+def test_each_start_has_its_own_part_of_the_store(monkeypatch):
+    """torchrun keeps one store for all of its starts; what the run has begun is known in the next start, where a rank ran is not."""
+    store = new_store()
+    for name, value in variables(store, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    seen = []
+    for count in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        made = ranks.Ranks()
+        seen.append((made.begun, made._store.check(["mark"])))
+        made._store.set("mark", "1")
+        made.begin()
+        made.close()
+    assert seen == [(False, False), (True, False)]

@@ -1,4 +1,4 @@
-"""Child processes that answer one JSON line with one JSON line: further trainer layouts and rollout engines."""
+"""Child processes that answer one JSON line with one JSON line: an engine, or further trainer layouts, beside the ranks of a job."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from examples.qwen3_moe.ending import InputProblem
+from tio_megatron.jobs.problems import InputProblem
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
-RANK_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-LAUNCHER, RUN_STORE = "QWEN3_MOE_LAUNCHER", "QWEN3_MOE_RUN_STORE"
-"""Variables from the launch script to its ranks, not for people: its process, and where the store of the whole run is."""
-RANK_VARIABLES += (LAUNCHER, RUN_STORE)
+RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
 _PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -53,8 +51,6 @@ class Child:
             variables.pop(key, None)
             if value is not None:
                 variables[key] = value
-        root = str(Path(__file__).resolve().parents[2])
-        variables["PYTHONPATH"] = os.pathsep.join(part for part in (root, variables.get("PYTHONPATH")) if part)
         with open(self.log, "wb") as file:
             command = [sys.executable, "-W", "ignore", "-m", module]
             pipe = subprocess.PIPE
@@ -163,18 +159,8 @@ def _say(answer: Mapping[str, Any]) -> None:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to end this process when its parent ends, however it does. ``parent``: who that is, if it may have ended already."""
+    """Ask Linux to end this process when its parent ends, however the parent ends. ``parent``: who that is, if it may have ended already."""
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         sys.exit(1)
-
-
-@contextlib.contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the block's wall time to ``seconds[name]``."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Folders the job will write to, looked at before anything is made: can they be, are they free, and is the disk large enough."""
+"""Folders that a job writes to, looked at before anything is made: can they be written, are they free, and is the disk large enough."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.qwen3_moe.ending import InputProblem
+from tio_megatron.jobs.problems import InputProblem
 
-REPLACED = ("report.json", "logdiff.png", "metrics.jsonl", "rl.png")
-"""Files that a job replaces in its folder."""
-REPORT_BYTES = 16 << 20
-"""Of report, picture and logs; more than they take."""
-MADE = re.compile(r"(tiny|tiny-random|slice)-[0-9a-f]{12}")
 MOST_MADE = 16
 SPARED = 24 * 3600.0
 FRESH = 2.0
@@ -34,7 +29,7 @@ def require_writable(folder: Path, option: str) -> None:
     Raises:
         InputProblem: names the path in the way, and what would work.
     """
-    there = nearest(folder)
+    there = _nearest(folder)
     if not there.is_dir():
         what = "is a file, not a folder" if there == folder.absolute() else f"cannot be made, {there} is a file"
         raise InputProblem(f"{option} {folder}: {what}; name a folder, or a path where one can be made")
@@ -45,22 +40,15 @@ def require_writable(folder: Path, option: str) -> None:
         raise InputProblem(f"{option} {folder}: {there} cannot be written ({error.strerror or error}); name a folder that can") from error
 
 
-def require_out(folder: Path, shared: bool = False) -> None:
-    """:func:`require_writable` for ``--out``, and for the names that will be replaced in it. A ``shared`` one may be this job's already, on another host.
+def require_free(folder: Path) -> None:
+    """Refuse a folder that another job has; makes nothing.
 
     Raises:
-        InputProblem: names the path in the way.
+        InputProblem: as :func:`claimed` does.
     """
-    require_writable(folder, "--out")
-    for name in REPLACED:
-        if (folder / name).is_dir():
-            raise InputProblem(f"--out {folder}: {name} in it is a folder; remove it or name another folder")
-    if (folder / "logs").is_file():
-        raise InputProblem(f"--out {folder}: logs in it is a file; remove it or name another folder")
-    if folder.is_dir() and not shared:
+    if folder.is_dir():
         with _locked(folder):
             pass
-    require_room(folder, REPORT_BYTES, "--out")
 
 
 @contextlib.contextmanager
@@ -77,42 +65,45 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
-                    raise InputProblem(f"--out {folder}: another job is writing there; wait until it has ended, or name another folder") from error
+                    raise InputProblem(f"{folder}: another job is writing there; wait until it has ended, or name another folder") from error
                 time.sleep(0.02)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL):
                     raise
                 reason = error.strerror or error
-                raise InputProblem(f"--out {folder}: its file system does not lock folders ({reason}); name a folder on a local disk") from error
-        yield
-    finally:
-        os.close(held)
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """A folder of this process, which :func:`remove_left_behind` leaves alone. Where the file system keeps no locks, nobody removes it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                raise InputProblem(f"{folder}: its file system does not lock folders ({reason}); name a folder on a local disk") from error
         yield
     finally:
         os.close(handle)
 
 
-def remove_left_behind(place: Path, prefix: str) -> None:
-    """Remove the folders with ``prefix`` that nobody holds any longer: their process was killed. Not one that was made in these seconds."""
-    for folder in place.glob(f"{prefix}*") if place.is_dir() else ():
+@contextlib.contextmanager
+def temporary(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder of this process, removed at the end. One that a killed process has left behind is removed by the next call."""
+    _remove_left_behind(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # where the file system keeps no locks nobody else removes it
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _remove_left_behind(parent: Path, prefix: str) -> None:
+    """Remove the folders with ``prefix`` that nobody holds any longer. Not one that was made in these seconds."""
+    for folder in parent.glob(f"{prefix}*") if parent.is_dir() else ():
         with contextlib.suppress(OSError):  # somebody holds it, or is not this user, or has removed it at this moment
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid() or time.time() - folder.stat().st_mtime < FRESH:
                 continue
@@ -124,27 +115,27 @@ def remove_left_behind(place: Path, prefix: str) -> None:
                 os.close(handle)
 
 
-def require_room(folder: Path, need: int, option: str = "TIO_CACHE") -> None:
+def require_room(folder: Path, need: int, option: str) -> None:
     """Refuse before anything is written when the disk is too small.
 
     Raises:
         InputProblem: how much is needed and how much is there.
     """
-    free = shutil.disk_usage(nearest(folder)).free
-    if need > free:
+    there = free(folder)
+    if need > there:
         scale, unit = (30, "GiB") if need >= 1 << 29 else (20, "MiB")
-        sizes = f"{need / 2**scale:.1f} {unit} are needed, {free / 2**scale:.1f} {unit} are free"
+        sizes = f"{need / 2**scale:.1f} {unit} are needed, {there / 2**scale:.1f} {unit} are free"
         raise InputProblem(f"{folder}: {sizes}; set {option} to a folder on a larger disk")
 
 
-def forget_old(cache: Path, used: Path) -> None:
-    """Note that a checkpoint made here is ``used`` now, and remove the longest unused ones beyond ``MOST_MADE``; never one used within ``SPARED`` seconds,
-    which a job may be reading, and never anything else that lies in the cache.
+def forget_old(cache: Path, made: re.Pattern[str], used: Path) -> None:
+    """Note that the folder ``used`` of a cache is used now, and remove the longest unused folders that ``made`` names beyond ``MOST_MADE``; never a folder
+    used within ``SPARED`` seconds, which a job may be reading, and never anything else that lies in the cache.
     """
     with contextlib.suppress(OSError):  # a cache that cannot be written, or from which another job removes at this moment: it is only not smaller
         if used.is_dir():
             os.utime(used)
-        ages = {folder: folder.stat().st_mtime for folder in cache.iterdir() if MADE.fullmatch(folder.name) and not folder.is_symlink()}
+        ages = {folder: folder.stat().st_mtime for folder in cache.iterdir() if made.fullmatch(folder.name) and not folder.is_symlink()}
         for folder in sorted(ages, key=lambda folder: -ages[folder])[MOST_MADE:]:
             if time.time() - ages[folder] > SPARED:
                 aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
@@ -152,7 +143,12 @@ def forget_old(cache: Path, used: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def nearest(folder: Path) -> Path:
+def free(folder: Path) -> int:
+    """Bytes that are free on the folder's disk."""
+    return shutil.disk_usage(_nearest(folder)).free
+
+
+def _nearest(folder: Path) -> Path:
     """The folder, or what is there of the way to it."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-import tio_megatron
 from tio_megatron.collectives import failure
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
+from tio_megatron.integrations.megatron.apply import undo
 
 
 def make_groups(layout: TrainerLayout, seed: int) -> None:
@@ -35,4 +35,4 @@ def leave_groups(contract: Contract | None) -> None:
     """Leave them, and take the contract back where there is one."""
     parallel_state.destroy_model_parallel()
     if contract is not None:
-        tio_megatron.undo()
+        undo()
