@@ -20,6 +20,7 @@ CARE = {
     "several hosts": ["multinode/test_hosts.py", "multinode/test_lost.py"],
     "optional packages and another device": [
         "integrations/megatron/test_other_device.py", "integrations/megatron/test_readme.py", "integrations/megatron/test_transformer_engine.py",
+        "integrations/megatron_lm/test_pretrain_gpt.py", "integrations/mindspeed/test_mindspeed.py",
     ],
 }  # fmt: skip
 """Files and folders, below this one, of the care tier: each test of them has the mark ``full``. Single tests and rows are marked where they stand."""
