@@ -187,7 +187,7 @@ class Rollout:
 def job(rank: int, work: Work, layout: str) -> tuple[list[Round], dict[str, str]]:
     """One trainer rank of the default group: all rounds. Returns them and the SHA-256 of each weight afterwards; nothing but on rank 0."""
     from examples.qwen3_moe.trainer import Trainer
-    from tio_megatron.integrations.megatron.weights import export_weights
+    from tio_megatron.integrations.megatron.weights.transfer import export_weights
 
     contract = Contract(family=work.family)
     with Checkpoint(work.model) as checkpoint:

@@ -40,7 +40,7 @@ def child(side: str, dtype: str) -> None:
 
     import tio_megatron as tio
     from tio_megatron.integrations.megatron import cpu_device
-    from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
+    from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
 
     torch.set_num_threads(1)
     meeting = tempfile.TemporaryDirectory()

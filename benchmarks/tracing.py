@@ -57,7 +57,7 @@ def child(engine: str, held: Path) -> dict[str, Any]:
 
 
 def _times(plain: Any, traced: Any, folder: Path, hooks: Any) -> dict[str, Any]:
-    from tio_megatron.verify.traces import open_trace
+    from tio_megatron.traces import open_trace
 
     before = plain()
     times: dict[str, list[float]] = {"never": [], "plain": [], "traced": []}
@@ -81,7 +81,7 @@ def _timed(work: Any) -> float:
 def _hf(model: Path, sequences: list[list[int]], folder: Path, stock: bool) -> dict[str, Any]:
     import torch
 
-    from tio_megatron.verify.recorders.hf import load_hf, record_hf
+    from tio_megatron.integrations.transformers_models.recorder import load_hf, record_hf
 
     built = load_hf(model)
 
@@ -109,12 +109,12 @@ def _megatron(model: Path, sequences: list[list[int]], folder: Path, stock: bool
     from tio_megatron.checkpoint import Checkpoint
     from tio_megatron.contract import Contract, Layout
     from tio_megatron.integrations.megatron import cpu_device
-    from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-    from tio_megatron.integrations.megatron.scoring import token_logprobs
-    from tio_megatron.integrations.megatron.stock_scoring import stock_logprobs
-    from tio_megatron.integrations.megatron.tracing import parallel
-    from tio_megatron.integrations.megatron.weights import load_weights
-    from tio_megatron.verify.recorders.megatron import record_megatron
+    from tio_megatron.integrations.megatron.recording.recorder import record_megatron
+    from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
+    from tio_megatron.integrations.megatron.scoring.stock_scoring import stock_logprobs
+    from tio_megatron.integrations.megatron.scoring.tracing import parallel
+    from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+    from tio_megatron.integrations.megatron.weights.transfer import load_weights
 
     with contextlib.ExitStack() as stack, Checkpoint(model) as checkpoint, tempfile.TemporaryDirectory() as meeting:
         stack.enter_context(cpu_device.enabled())
@@ -142,8 +142,8 @@ def _vllm(model: Path, sequences: list[list[int]], folder: Path, stock: bool) ->
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     from tio_megatron.checkpoint import CheckpointConfig
     from tio_megatron.integrations.vllm import engine_options
+    from tio_megatron.integrations.vllm.recording.recorder import KV_BYTES, WORKER, record_vllm
     from tio_megatron.integrations.vllm.tracing import engine, prompt_logprobs
-    from tio_megatron.verify.recorders.vllm import KV_BYTES, WORKER, record_vllm
 
     options: dict[str, Any] = {"enforce_eager": True, "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 257, "enable_prefix_caching": False}
     options |= {"max_logprobs": -1, "block_size": 64, "kv_cache_memory_bytes": KV_BYTES, "worker_extension_cls": WORKER}

@@ -12,7 +12,7 @@ from tio_megatron.collectives import plan, wire
 from tio_megatron.collectives.choose import schedule_for, switch_bytes
 from tio_megatron.collectives.program import cut
 from tio_megatron.contract import Node, ReductionTree
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 MOST_RANKS = {"doubling": 1024, "scatter": 1024, "ring": 128}
 """Every rank's plan is made here to say which is the busiest: more ranks would take minutes."""

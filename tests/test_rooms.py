@@ -12,20 +12,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
-    "contract": set(),
-    "files": {"contract"},
-    "kernels": {"contract"},
-    "collectives": {"contract"},
-    "models": {"contract"},
-    "checkpoint": {"files", "contract", "models"},
-    "layers": {"contract", "kernels", "collectives"},
-    "rl": {"contract", "kernels", "collectives", "layers"},
-    "rollouts": {"files", "contract", "checkpoint"},
-    "jobs": {"files", "contract", "collectives"},
-    "integrations": {"files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "jobs"},
-    "verify": {"files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "integrations"},
-    "commands": {"files", "contract", "models", "checkpoint", "rollouts", "verify"},
-    "testing": {"contract", "checkpoint"},
+    "findings": set(),
+    "files": {"findings"},
+    "contract": {"findings", "files"},
+    "kernels": {"findings", "contract"},
+    "collectives": {"findings", "contract"},
+    "models": {"findings", "contract"},
+    "checkpoint": {"findings", "files", "contract", "models"},
+    "layers": {"findings", "contract", "kernels", "collectives"},
+    "rl": {"findings", "contract", "kernels", "collectives", "layers"},
+    "rollouts": {"findings", "files", "contract", "checkpoint"},
+    "jobs": {"findings", "files", "contract", "collectives"},
+    "traces": {"findings", "files", "contract", "models"},
+    "integrations": {"findings", "files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "jobs", "traces"},
+    "verify": {
+        *("findings", "files", "contract", "models", "kernels", "collectives", "checkpoint", "layers", "rl", "rollouts", "traces", "integrations"),
+    },
+    "commands": {"findings", "files", "contract", "models", "checkpoint", "rollouts", "traces", "integrations", "verify"},
+    "testing": {"findings", "contract", "checkpoint"},
 }
 """What each room may import besides itself. ``verify`` and ``testing`` stand beside the house and are in nobody's list."""
 

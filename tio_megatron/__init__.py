@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 from tio_megatron.contract import Contract, Layout, ModelShape
 
 if TYPE_CHECKING:
-    from tio_megatron.integrations.megatron.apply import Applied
+    from tio_megatron.integrations.megatron.applied.apply import Applied
 
 __version__ = "0.1.0"
 __all__ = ["Contract", "Layout", "ModelShape", "apply", "undo"]
 
 
 def apply(contract: Contract | Mapping[str, Any] | str | Path | None = None, *, vocab_size: int | None = None) -> Applied:
-    """Make megatron-core in this process obey ``contract``; see :func:`tio_megatron.integrations.megatron.apply.apply`.
+    """Make megatron-core in this process obey ``contract``; see :func:`tio_megatron.integrations.megatron.applied.apply.apply`.
 
     Raises:
         ValueError: another contract is in force, or this one is not valid.
         ImportError: torch or megatron-core has another version than the supported one.
     """
-    from tio_megatron.integrations.megatron.apply import apply as apply_to_megatron
+    from tio_megatron.integrations.megatron.applied.apply import apply as apply_to_megatron
 
     return apply_to_megatron(contract, vocab_size=vocab_size)
 
 
 def undo() -> None:
     """Restore every symbol of megatron-core. Harmless when nothing is applied."""
-    from tio_megatron.integrations.megatron.apply import undo as undo_in_megatron
+    from tio_megatron.integrations.megatron.applied.apply import undo as undo_in_megatron
 
     undo_in_megatron()

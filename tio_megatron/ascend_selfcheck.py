@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the table of layouts and the questions between devices alone")
     options = parser.parse_args(arguments)
 
-    from tio_megatron.contract.messages import say
+    from tio_megatron.findings.messages import say
     from tio_megatron.verify.ascend import place, run
 
     try:

@@ -220,7 +220,7 @@ def _scored(run: Training) -> str:
     import torch.distributed as dist
 
     from examples.qwen3_moe.consistency_sums import digest
-    from tio_megatron.integrations.megatron.scoring import token_logprobs
+    from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
 
     made = torch.Generator().manual_seed(7)
     sequences = [torch.randint(0, run.config.shape.vocab, (length,), generator=made).tolist() for length in (5, 33, 18, 2)]

@@ -24,8 +24,8 @@ from examples.qwen3_moe.start import refuse
 from examples.qwen3_moe.training import Cut, Recipe, Training, parse
 from tio_megatron.contract import Contract
 from tio_megatron.files.whole import write_whole
-from tio_megatron.integrations.megatron.grad_sums import sums_of
-from tio_megatron.integrations.megatron.optimizer_state import optimizers
+from tio_megatron.integrations.megatron.resume.optimizer_state import optimizers
+from tio_megatron.integrations.megatron.training.grad_sums import sums_of
 from tio_megatron.jobs import folders
 from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.testing import run_ranks

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, ModelShape
-from tio_megatron.contract.messages import say
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.findings.messages import say
 from tio_megatron.integrations.npu_switches import SWITCHES
 
 MODEL = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, experts=128, top_k=8, moe_ffn=768)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.integrations.vllm.rollout import Request
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tio_megatron.checkpoint import Checkpoint, manifest_digest
 from tio_megatron.checkpoint.training import LATEST
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import RolloutLayout
-from tio_megatron.integrations.megatron.train_state import load_training, save_training
+from tio_megatron.integrations.megatron.resume.train_state import load_training, save_training
 from tio_megatron.integrations.vllm.rollout import Request, Rollout
 from tio_megatron.jobs.problems import InputProblem
 from tio_megatron.jobs.ranks import Ranks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tio_megatron import rl
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.files.whole import write_whole
 from tio_megatron.verify.monitor.event_file import EventFile
 from tio_megatron.verify.monitor.lines import append_line

@@ -20,11 +20,11 @@ from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, row_digests, w
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
-from tio_megatron.integrations.megatron.layout_groups import leave_groups, make_groups
-from tio_megatron.integrations.megatron.scoring import token_logprobs
-from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.integrations.megatron.applied.layout_groups import leave_groups, make_groups
+from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
+from tio_megatron.integrations.megatron.training.grad_patches import finalize_weighted_grads
+from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.weights.transfer import export_weights, load_weights
 from tio_megatron.layers.context import own_tokens
 from tio_megatron.layers.sequences import Sequences
 from tio_megatron.verify import Recording

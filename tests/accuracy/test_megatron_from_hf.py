@@ -7,8 +7,8 @@ from megatron.core import parallel_state, tensor_parallel
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Layout
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-from tio_megatron.integrations.megatron.weights import load_weights
+from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.weights.transfer import load_weights
 from tio_megatron.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")

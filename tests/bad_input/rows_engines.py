@@ -30,7 +30,7 @@ def asks(contract: Contract | None = None, **fields: Any) -> Callable[[Path], Ca
     """A model that asks for this. Changed after Megatron's own checks, some of which would refuse first."""
 
     def act(folder: Path) -> Callable[[], object]:
-        from tio_megatron.integrations.megatron import refusals
+        from tio_megatron.integrations.megatron.applied import refusals
 
         config = TransformerConfig(**SIZES | QWEN3)
         for name, value in fields.items():

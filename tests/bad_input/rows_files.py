@@ -17,8 +17,8 @@ from small_disk import no_look_ahead, small_disk
 from tests.bad_input.table import Row
 from tio_megatron.checkpoint import training_state, write_checkpoint
 from tio_megatron.rollouts import Store
+from tio_megatron.traces.writer import FORMAT
 from tio_megatron.verify import Recording
-from tio_megatron.verify.traces.writer import FORMAT
 
 DISKS, FILES = "disks", "other files"
 Work = Callable[[Path], object]

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from tio_megatron.cli import app
-from tio_megatron.verify.traces import Tracer, TraceWriter
+from tio_megatron.traces import Tracer, TraceWriter
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]
 

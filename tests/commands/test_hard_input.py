@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from tio_megatron.cli import app
+from tio_megatron.integrations.transformers_models.recorder import load_hf, record_hf
 from tio_megatron.testing.qwen3 import MOE, ragged, write_tiny
-from tio_megatron.verify.recorders.hf import load_hf, record_hf
 
 SIZES = dict(num_hidden_layers=2, hidden_size=64, vocab_size=300, num_attention_heads=4, num_key_value_heads=2)
 SEQUENCES = ragged((9, 1, 14), vocab=300)

@@ -6,12 +6,12 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from planted_model import Model, Plan, Sizes, weights_of
-from tio_megatron.verify.traces.points import points
+from tio_megatron.traces.points import points
 
 from tio_megatron.commands.answer import _finite
+from tio_megatron.traces import Trace, TraceWriter, open_trace
 from tio_megatron.verify.diagnosis import diagnose
 from tio_megatron.verify.diagnosis.finding import KINDS
-from tio_megatron.verify.traces import Trace, TraceWriter, open_trace
 
 SIZES = Sizes(layers=2, hidden=8, heads=2, kv=1, head_dim=4, experts=4, top_k=2, width=4, vocab=12, moe=(True, False), dtype=torch.float32)
 SEQUENCES = [[3, 1, 4, 1, 5], [6, 5, 3]]

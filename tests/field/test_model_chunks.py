@@ -5,10 +5,10 @@ from pathlib import Path
 
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron.optimizer_state import export_state
-from tio_megatron.integrations.megatron.scoring import token_logprobs
-from tio_megatron.integrations.megatron.train_state import load_training, save_training
-from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.integrations.megatron.resume.optimizer_state import export_state
+from tio_megatron.integrations.megatron.resume.train_state import load_training, save_training
+from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
+from tio_megatron.integrations.megatron.weights.transfer import export_weights, load_weights
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, tiny_weights
 

@@ -10,7 +10,7 @@ from tio_megatron import models
 from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, digest_differences, tensor_digest, write_checkpoint
 from tio_megatron.contract import Contract, Cuts, Layout, ModelShape
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.integrations.megatron.weights.transfer import export_weights, load_weights
 from tio_megatron.models import Shard, blocks, qwen3
 from tio_megatron.models.description import SIZES
 from tio_megatron.testing import run_ranks

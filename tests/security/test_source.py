@@ -206,8 +206,8 @@ def test_a_checkpoint_that_brings_code(tmp_path: Path, file: str) -> None:
     from killed_saves import SMALL, tensors
 
     from tio_megatron.checkpoint import Checkpoint, write_checkpoint
+    from tio_megatron.integrations.transformers_models.recorder import load_hf
     from tio_megatron.verify.doctor.models import model_of
-    from tio_megatron.verify.recorders.hf import load_hf
 
     folder = tmp_path / "m"
     write_checkpoint(folder, SMALL, tensors(0))

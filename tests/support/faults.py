@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from planted_faults import FAULTS, Truth, clean, plant
 
+from tio_megatron.traces import open_trace
 from tio_megatron.verify.diagnosis import Finding, diagnose
-from tio_megatron.verify.traces import open_trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "divergence.md"
 BEGIN, END = "<!-- make faults: begin -->", "<!-- make faults: end -->"

@@ -90,7 +90,7 @@ def _read_contract(folder: Path) -> None:
 
 
 def _trace(folder: Path) -> None:
-    from tio_megatron.verify.traces import Tracer, TraceWriter
+    from tio_megatron.traces import Tracer, TraceWriter
 
     values = torch.arange(42.0).view(7, 6)
     shape = {"layers": 1, "moe": [False], "tied": False}
@@ -102,7 +102,7 @@ def _trace(folder: Path) -> None:
 
 
 def _read_trace(folder: Path) -> None:
-    from tio_megatron.verify.traces import Trace, open_trace
+    from tio_megatron.traces import Trace, open_trace
 
     trace = open_trace(folder / "a")
     if not isinstance(trace, Trace):
@@ -124,7 +124,7 @@ def _unfinished(folder: Path) -> None:
 
 
 def _read_unfinished(folder: Path) -> None:
-    from tio_megatron.verify.traces import open_trace
+    from tio_megatron.traces import open_trace
 
     open_trace(folder / "u")
 

@@ -13,9 +13,9 @@ from tiny_megatron import Setup, build, ddp, running
 
 from tio_megatron.checkpoint import Checkpoint, tensor_table
 from tio_megatron.contract import Layout
-from tio_megatron.integrations.megatron.optimizer_state import KINDS, export_state
-from tio_megatron.integrations.megatron.pieces import pieces, unwrap
-from tio_megatron.integrations.megatron.weights import export_weights
+from tio_megatron.integrations.megatron.resume.optimizer_state import KINDS, export_state
+from tio_megatron.integrations.megatron.weights.pieces import pieces, unwrap
+from tio_megatron.integrations.megatron.weights.transfer import export_weights
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 

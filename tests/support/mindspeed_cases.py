@@ -32,7 +32,7 @@ def adaptor() -> Any:
 
 def bindings() -> dict[tuple[str, str], Any]:
     """Every name of every module, and of every class that our patches touch."""
-    from tio_megatron.integrations.megatron.patches import all_patches
+    from tio_megatron.integrations.megatron.applied.patches import all_patches
 
     found = {(name, key): value for name, module in list(sys.modules.items()) for key, value in list(getattr(module, "__dict__", {}).items())}
     for patch in all_patches():
@@ -73,7 +73,7 @@ def ours_left() -> list[str]:
 
 def symbols() -> dict[str, Any]:
     """What each of our patches' symbols is now."""
-    from tio_megatron.integrations.megatron.patches import all_patches
+    from tio_megatron.integrations.megatron.applied.patches import all_patches
 
     found = {}
     for patch in all_patches():
@@ -85,15 +85,15 @@ def symbols() -> dict[str, Any]:
 def apply() -> Any:
     """apply(), and the functions that look at it."""
     import tio_megatron
-    from tio_megatron.integrations.megatron import state as applied
+    from tio_megatron.integrations.megatron.applied import state as applied
 
     tio_megatron.apply(vocab_size=700)
     return applied
 
 
 def everything_imported() -> None:
-    from tio_megatron.integrations.megatron import build, grad_sums  # noqa: F401
-    from tio_megatron.integrations.megatron.patches import all_patches
+    from tio_megatron.integrations.megatron.applied.patches import all_patches
+    from tio_megatron.integrations.megatron.training import grad_sums  # noqa: F401
 
     for patch in all_patches():
         patch.owner()
@@ -104,7 +104,7 @@ def case_apply_and_undo() -> Any:
     adaptor()
     everything_imported()
     import tio_megatron
-    from tio_megatron.integrations.megatron.patches import all_patches
+    from tio_megatron.integrations.megatron.applied.patches import all_patches
 
     before, books = bindings(), bookkeeping()
     applied = apply()
@@ -281,7 +281,8 @@ def case_attention() -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from tio_megatron.integrations.megatron import modules, specs
+    from tio_megatron.integrations.megatron.modules import parts as modules
+    from tio_megatron.integrations.megatron.modules import specs
 
     applied = apply()
     config = TransformerConfig(

@@ -11,7 +11,7 @@ import tiny_megatron
 import torch
 
 from tio_megatron.contract import Layout
-from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron.applied import state
 from tio_megatron.testing.ranks import run_ranks
 
 LAYOUT = Layout(dp=2)
@@ -36,7 +36,7 @@ def _rank(rank: int, setup: tiny_megatron.Setup, before: Callable[[], Any] | Non
 
     from tio_megatron.checkpoint import Checkpoint
     from tio_megatron.integrations.megatron import cpu_device
-    from tio_megatron.integrations.megatron.weights import export_weights
+    from tio_megatron.integrations.megatron.weights.transfer import export_weights
 
     # For good: MindSpeed replaces some of the same functions of torch.cuda.
     cpu_device.enable()

@@ -15,7 +15,7 @@ from tiny_megatron import Setup, build, ddp, running
 from tio_megatron.checkpoint import Checkpoint, tensor_table
 from tio_megatron.contract import Layout
 from tio_megatron.integrations.megatron import token_logprobs
-from tio_megatron.integrations.megatron.weights import export_weights
+from tio_megatron.integrations.megatron.weights.transfer import export_weights
 from tio_megatron.testing import assert_same_bytes, run_ranks
 from tio_megatron.testing.qwen3 import MOE, ragged, write_tiny
 

@@ -22,8 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tio_megatron.collectives import all_gather, all_to_all
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import Setting
-from tio_megatron.integrations.megatron import cpu_device, state
-from tio_megatron.integrations.megatron.moe_spec import moe_spec
+from tio_megatron.integrations.megatron import cpu_device
+from tio_megatron.integrations.megatron.applied import state
+from tio_megatron.integrations.megatron.modules.expert_spec import moe_spec
 from tio_megatron.layers import dispatch, experts
 from tio_megatron.testing import assert_same_bytes, run_ranks
 

@@ -25,7 +25,7 @@ from planted_orders import (
 )
 from planting import BF16, FP32, Draw, Stage, Truth
 
-from tio_megatron.verify.traces import Trace, Tracer, TraceWriter, open_trace
+from tio_megatron.traces import Trace, Tracer, TraceWriter, open_trace
 
 
 def fused_add_norm(stage: Stage, draw: Draw) -> Truth:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tio_megatron.verify.traces import Tracer, TraceWriter
+from tio_megatron.traces import Tracer, TraceWriter
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from planted_model import Model, Plan, weights_of
 from planted_variants_experts import dropped, other_experts, router_dtype, rows_never_stored, stale_copy_elsewhere, weighted_early, weights_elsewhere
 from planting import BF16, FP32, Draw, Stage, Truth
 
-from tio_megatron.verify.traces import Trace, open_trace
+from tio_megatron.traces import Trace, open_trace
 
 FP16 = torch.float16
 

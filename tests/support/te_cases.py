@@ -212,7 +212,7 @@ def refused(tp: int) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     import tio_megatron as tio
-    from tio_megatron.integrations.megatron.specs import convert
+    from tio_megatron.integrations.megatron.modules.specs import convert
 
     class Own(MoELayer):
         pass

@@ -86,8 +86,8 @@ def build(setup: Setup, checkpoint: Checkpoint) -> Any:
     """On a rank: this stage of the model, of stock classes as a user writes it, with the checkpoint's weights."""
     from megatron.core import parallel_state
 
-    from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-    from tio_megatron.integrations.megatron.weights import load_weights
+    from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+    from tio_megatron.integrations.megatron.weights.transfer import load_weights
 
     config, layout = checkpoint.config, setup.layout
     # Stock's padding, which differs by TP.
@@ -149,7 +149,7 @@ def ddp(model: Any, **options: Any) -> Any:
     """The model in megatron-core's DDP with fp32 gradients, stock's finalizing included."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from tio_megatron.integrations.megatron.grad_patches import finalize_weighted_grads
+    from tio_megatron.integrations.megatron.training.grad_patches import finalize_weighted_grads
 
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options), model)
     model.config.finalize_model_grads_func = finalize_weighted_grads
@@ -159,7 +159,7 @@ def ddp(model: Any, **options: Any) -> Any:
 
 def gradients(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Every gradient in the fp32 buffers of :func:`ddp`, whole and by HF name, on every rank. Spoils the parameters."""
-    from tio_megatron.integrations.megatron.weights import export_weights
+    from tio_megatron.integrations.megatron.weights.transfer import export_weights
 
     for parameter in model.parameters():
         parameter.data = parameter.main_grad.clone()

@@ -10,7 +10,7 @@ import torch
 
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import grad_sums
+from tio_megatron.integrations.megatron.training import grad_sums
 from tio_megatron.kernels.integer_sum import IntegerSum, add_products
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny

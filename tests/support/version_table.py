@@ -21,7 +21,8 @@ from moe_models import SEQUENCES, Row, joined, scores
 from tiny_megatron import Setup, losses, on_ranks
 
 from tio_megatron.contract import Layout
-from tio_megatron.integrations.megatron import refusals, token_logprobs
+from tio_megatron.integrations.megatron import token_logprobs
+from tio_megatron.integrations.megatron.applied import refusals
 from tio_megatron.integrations.megatron.versions import release
 from tio_megatron.testing import RankError, run_ranks
 from tio_megatron.testing.qwen3 import DENSE, write_tiny

@@ -11,7 +11,8 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, ge
 
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import finalize_weighted_grads, micro_batches
+from tio_megatron.integrations.megatron import finalize_weighted_grads
+from tio_megatron.integrations.megatron.training import micro_batches
 from tio_megatron.layers import balance
 from tio_megatron.testing import RankError, assert_same_bytes, first_mismatch, run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from examples.qwen3_moe import training
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import grad_sums
-from tio_megatron.integrations.megatron.grad_refusals import BadGradient
+from tio_megatron.integrations.megatron.training import grad_sums
+from tio_megatron.integrations.megatron.training.grad_refusals import BadGradient
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 

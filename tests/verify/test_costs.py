@@ -194,7 +194,7 @@ import os, sys
 os.environ["TIO_CONTRACT"] = sys.argv[1]
 if sys.argv[2] == "megatron":
     import tio_megatron.auto
-    from tio_megatron.integrations.megatron import state
+    from tio_megatron.integrations.megatron.applied import state
     print(state.active().fingerprint())
 else:
     import vllm.plugins

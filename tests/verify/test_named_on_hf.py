@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tio_megatron.integrations.transformers_models.recorder import load_hf, record_hf
 from tio_megatron.testing.qwen3 import MOE, ragged, write_tiny
+from tio_megatron.traces import open_trace
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.recorders.hf import load_hf, record_hf
-from tio_megatron.verify.traces import open_trace
 
 SIZES = dict(num_hidden_layers=2, hidden_size=96, vocab_size=300, num_attention_heads=4, num_key_value_heads=2)
 SEQUENCES = ragged((21, 9, 34), vocab=300)

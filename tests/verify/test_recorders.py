@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from tio_megatron.cli import app
 from tio_megatron.contract import Layout
+from tio_megatron.integrations.transformers_models.recorder import hf_hooks, load_hf, record_hf
 from tio_megatron.testing import assert_same_bytes
 from tio_megatron.testing.qwen3 import DENSE, MOE, ragged, write_tiny
+from tio_megatron.traces import Tracer, TraceWriter, open_trace
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.recorders.hf import hf_hooks, load_hf, record_hf
-from tio_megatron.verify.traces import Tracer, TraceWriter, open_trace
 
 SIZES = dict(num_hidden_layers=2, hidden_size=64, vocab_size=300, num_attention_heads=4, num_key_value_heads=2)
 SEQUENCES = ragged((17, 1, 30), vocab=300)
@@ -115,7 +115,7 @@ def on_megatron(checkpoint, folder, layout, ordered, **fields):
     from tio_megatron.checkpoint import Checkpoint
 
     def work(model, setup):
-        from tio_megatron.verify.recorders.megatron import record_megatron
+        from tio_megatron.integrations.megatron.recording.recorder import record_megatron
 
         with Checkpoint(setup.path) as held:
             record_megatron(model.eval(), held.config, SEQUENCES, folder, keep=["all"], full_vocab=True)
@@ -198,7 +198,7 @@ def test_stock_megatron_against_transformers_and_the_contract(checkpoints, on_on
 
 
 def test_stock_with_context_parallelism_is_refused_and_ranks_are_counted(checkpoints, tmp_path):
-    from tio_megatron.verify.recorders.megatron_run import run_megatron
+    from tio_megatron.integrations.megatron.recording.run import run_megatron
 
     with pytest.raises(ValueError, match="TP 1 CP 2 needs 2 ranks, there is 1: torchrun --nproc-per-node 2"):
         run_megatron(checkpoints["moe"], SEQUENCES, tmp_path / "a", layout="cp2", stock=True)

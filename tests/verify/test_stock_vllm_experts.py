@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tio_megatron.integrations.vllm.recording.experts import _stock
 from tio_megatron.testing import assert_same_bytes
+from tio_megatron.traces import Tracer, TraceWriter, open_trace
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.recorders.vllm_experts import _stock
-from tio_megatron.verify.traces import Tracer, TraceWriter, open_trace
 
 T, H, WIDTH, E, K = 24, 64, 96, 8, 4
 """Tokens, hidden, width of an expert (wider than the hidden row, so that activations come in two runs), experts, chosen ones."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tio_megatron.testing import assert_same_bytes
+from tio_megatron.traces import Tracer, TraceWriter, Unfinished, open_trace, row_digests
+from tio_megatron.traces.digest import tensor_digest
+from tio_megatron.traces.writer import write_arrays
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.traces import Tracer, TraceWriter, Unfinished, open_trace, row_digests
-from tio_megatron.verify.traces.digest import tensor_digest
-from tio_megatron.verify.traces.writer import write_arrays
 
 SHAPE = {"layers": 1, "moe": [False], "tied": False}
 TOKENS = [[3, 1, 4], [1, 5, 9, 2]]
@@ -160,7 +160,7 @@ def test_without_tensors_the_place_is_still_named(tmp_path):
 LARGE = """
 import resource, sys
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.traces import open_trace
+from tio_megatron.traces import open_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = diagnose(open_trace(sys.argv[1]), open_trace(sys.argv[2]))
 print(found.verdict, "|", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
@@ -196,7 +196,7 @@ def test_a_large_trace_opens_in_little_memory(layers, tmp_path):
 def test_a_file_that_is_cut_off_is_said_though_nobody_reads_it(tmp_path, name):
     import torch
 
-    from tio_megatron.verify.traces import TraceWriter, open_trace
+    from tio_megatron.traces import TraceWriter, open_trace
 
     with TraceWriter(tmp_path / "t", [[1, 2, 3]], engine="mine", shape={"layers": 1, "moe": [False]}, keep=True) as writer:
         writer.weight("model.embed_tokens.weight", torch.arange(4000.0).view(8, 500))

@@ -8,10 +8,10 @@ import torch
 from faults import examine
 from planted_faults import clean
 
+from tio_megatron.integrations.transformers_models.recorder import load_hf, record_hf
 from tio_megatron.testing.qwen3 import DENSE, ragged, write_tiny
+from tio_megatron.traces import open_trace
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.recorders.hf import load_hf, record_hf
-from tio_megatron.verify.traces import open_trace
 
 
 def forget(folder, chosen, part=lambda count: slice(None)):

@@ -5,8 +5,8 @@ from faults import examine
 from planted_faults import FAULTS
 from planted_variants import VARIANTS, named, plant_variant
 
+from tio_megatron.traces import open_trace
 from tio_megatron.verify.diagnosis import diagnose
-from tio_megatron.verify.traces import open_trace
 
 MAKERS = [*VARIANTS, *FAULTS]
 

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from tio_megatron.checkpoint.fields import wrong_types
 from tio_megatron.contract import ModelShape
-from tio_megatron.contract.messages import cut, shown
 from tio_megatron.contract.model import MAX_POSITIONS
-from tio_megatron.contract.strict_json import GivenTwice, read_json
+from tio_megatron.files.strict_json import GivenTwice, read_json
+from tio_megatron.findings.messages import cut, shown
 from tio_megatron.models import architecture_of, shape_from_hf
 
 DTYPES = ("bfloat16", "float32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 
 def _whole(value: object) -> bool:

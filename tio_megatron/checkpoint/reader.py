@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from tio_megatron.checkpoint.config import CheckpointConfig, CheckpointError
 from tio_megatron.checkpoint.digest import tensor_digest
-from tio_megatron.contract.messages import cut, shown
-from tio_megatron.contract.strict_json import read_json
 from tio_megatron.files.safetensors_header import read_header
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import cut, shown
 from tio_megatron.models import TensorSpec, tensor_count, tensor_table, tied_tensors
 
 INDEX = "model.safetensors.index.json"

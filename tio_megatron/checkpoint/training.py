@@ -19,9 +19,9 @@ from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
-from tio_megatron.contract.messages import LONGEST, cut, shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.files.whole import write_whole
+from tio_megatron.findings.messages import LONGEST, cut, shown
 
 STATE = "state.json"
 LATEST = "latest"

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tio_megatron.checkpoint.config import CheckpointError
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 Check = Callable[[str, Any], Iterator[str]]
 """(name of the field, its value) -> what is wrong with it, each line with the name."""

@@ -30,9 +30,9 @@ def diagnose(
             if (a / "trace.json").exists():
                 raise ValueError(f"{a}: one trace; two are compared: tio diagnose {a} OTHER.trace (alone goes only a monitor's bundle)")
             return _bundle(a)
+        from tio_megatron.traces import open_trace
         from tio_megatron.verify.diagnosis import diagnose as compare
         from tio_megatron.verify.diagnosis.finding import KINDS
-        from tio_megatron.verify.traces import open_trace
 
         found = compare(open_trace(a), open_trace(b))
 

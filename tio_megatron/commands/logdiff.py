@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tio_megatron.commands.answer import JSON, tell
-from tio_megatron.contract.messages import named
+from tio_megatron.findings.messages import named
 
 EPILOG = "Example: tio logdiff trainer.jsonl rollout.npz --html logdiff.html"
 

@@ -69,8 +69,8 @@ def require_known(keep: Sequence[str], model: Path) -> None:
     Raises:
         ValueError: names the word and the nearest that would work.
     """
-    from tio_megatron.verify.readers.safe_file import SafeFile
-    from tio_megatron.verify.recorders.scored import keeper
+    from tio_megatron.files.safe_file import SafeFile
+    from tio_megatron.traces.scored import keeper
 
     names = _points_of(model)
     for file in sorted(model.glob("*.safetensors")):
@@ -161,16 +161,16 @@ def record(
         require_tokens(sequences, model)
         options: dict[str, Any] = {"temperature": temperature, "full_vocab": full_vocab, "keep": keep or False}
         if engine is Engine.hf:
-            from tio_megatron.verify.recorders.hf import load_hf, record_hf
+            from tio_megatron.integrations.transformers_models.recorder import load_hf, record_hf
 
             record_hf(load_hf(model, dtype), sequences, trace, batch=batch, **options)
         elif engine is Engine.megatron:
-            from tio_megatron.verify.recorders.megatron_run import run_megatron
+            from tio_megatron.integrations.megatron.recording.run import run_megatron
 
             words = layout or f"tp{tp or 1}+ep{ep or 1}+{'sp' if sp else 'nosp'}"
             run_megatron(model, sequences, trace, layout=words, stock=stock, **options)
         else:
-            from tio_megatron.verify.recorders.vllm import run_vllm
+            from tio_megatron.integrations.vllm.recording.recorder import run_vllm
 
             words = layout or f"tp{tp or 1}" + ("+ep" if (ep or 1) > 1 else "")
             run_vllm(model, sequences, trace, layout=words, dtype=dtype, stock=stock, **options)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.messages import shown
 from tio_megatron.contract.spec import Contract
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import shown
 
 VARIABLE = "TIO_CONTRACT"
 """``1`` or ``default`` (the default contract), a JSON object, or the path of a JSON file. Unset, empty or ``0``: off."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tio_megatron.contract.messages import shown
 from tio_megatron.contract.tree import is_power_of_two
+from tio_megatron.findings.messages import shown
 
 
 @dataclass(frozen=True)

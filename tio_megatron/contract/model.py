@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 MAX_POSITIONS = 1 << 20
 """Positions of the longest sequence: up to here the tables of rotary angles are exact (:mod:`tio_megatron.kernels.rope.table`)."""

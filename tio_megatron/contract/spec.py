@@ -12,12 +12,12 @@ from typing import Any
 from tio_megatron.contract.families import FAMILIES
 from tio_megatron.contract.families import family as family_of
 from tio_megatron.contract.layout import Layout
-from tio_megatron.contract.messages import named, shown
 from tio_megatron.contract.misfits import LayoutProblem, Side, powers_that_divide
 from tio_megatron.contract.model import ModelShape
-from tio_megatron.contract.strict_json import read_json
 from tio_megatron.contract.tree import is_power_of_two
 from tio_megatron.contract.vocab import VocabOrder
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import named, shown
 
 VERSION = 2
 """Raised whenever a rule changes the bytes of any result."""

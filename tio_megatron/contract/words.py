@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tio_megatron.contract.layout import Layout
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 
 DISPATCHERS = ("alltoall", "allgather")
 

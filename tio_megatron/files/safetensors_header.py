@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.messages import cut
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import cut
 
 LONGEST = 100_000_000
 """Bytes of a header that the safetensors library reads."""

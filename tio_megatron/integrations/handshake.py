@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tio_megatron.contract.findings import Finding, refuse
+from tio_megatron.findings.finding import Finding, refuse
 from tio_megatron.integrations import handshake_files, releases, switch_names
 
 logger = logging.getLogger(__name__)

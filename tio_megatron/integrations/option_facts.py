@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.findings import name_of
-from tio_megatron.contract.strict_json import read_json
-from tio_megatron.contract.strict_yaml import read_yaml
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.files.strict_yaml import read_yaml
+from tio_megatron.findings.finding import name_of
 
 FOLDER = Path(__file__).parent / "facts"
 FILES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 from tio_megatron.models import qwen3, qwen3_moe
 from tio_megatron.models.blocks import HF_LAYER, POSITIONS, SCALED
 from tio_megatron.models.description import Architecture, Block, Operation

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tio_megatron.contract import ModelShape
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 from tio_megatron.models import qwen3_moe
 from tio_megatron.models.description import Architecture, Shard
 

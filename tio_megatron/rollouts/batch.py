@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.contract.messages import shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import shown
 from tio_megatron.rollouts.errors import StoreError
 
 Plain: TypeAlias = str | int | float | bool | None

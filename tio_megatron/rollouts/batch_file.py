@@ -12,9 +12,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from tio_megatron.contract.messages import cut, shown
-from tio_megatron.contract.strict_json import read_json
 from tio_megatron.files.safetensors_header import parse_header, read_header
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import cut, shown
 from tio_megatron.rollouts.batch import ARRAYS, OPTIONAL, About, Batch
 from tio_megatron.rollouts.errors import StoreError
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.files.whole import write_whole
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.batch_file import FORMAT, NOTHING, Head, decode, encode, file_digest, read_head

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.messages import shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import shown
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.errors import StoreError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.contract.messages import cut
+from tio_megatron.findings.messages import cut
 from tio_megatron.verify.readers.arrays import DAMAGE
 
 ROW_BYTES = 16

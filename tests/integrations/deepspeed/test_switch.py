@@ -20,7 +20,7 @@ from loud import skip_loudly
 
 import tio_megatron as tio
 from tio_megatron.integrations.deepspeed.patches import deepspeed_patches
-from tio_megatron.integrations.megatron.state import patched, problems
+from tio_megatron.integrations.megatron.applied.state import patched, problems
 from tio_megatron.testing import assert_same_bytes, run_ranks
 from tio_megatron.testing.ranks import RankError
 
@@ -217,7 +217,7 @@ def test_beside_megatron_core():
     code = (
         "import deepspeed, megatron.core\n"
         "import tio_megatron as tio\n"
-        "from tio_megatron.integrations.megatron.state import patched, problems\n"
+        "from tio_megatron.integrations.megatron.applied.state import patched, problems\n"
         "tio.apply()\n"
         "owners = {name.partition('.')[0] for name in patched()['symbols']}\n"
         "assert owners == {'deepspeed', 'megatron'} and problems() == [], (owners, problems())\n"

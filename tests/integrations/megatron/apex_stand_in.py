@@ -132,7 +132,7 @@ def whole_model(rank, ordered):
 
     import tio_megatron as tio
     from tio_megatron.integrations.megatron import cpu_device
-    from tio_megatron.integrations.megatron.state import patched
+    from tio_megatron.integrations.megatron.applied.state import patched
 
     stand_in_notes.WHERE = "ordered" if ordered else "stock"
     assert layers._grad_accum_fusion_available

@@ -12,8 +12,9 @@ from tiny_megatron import Setup, on_ranks
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.megatron import cpu_device, state, versions
-from tio_megatron.integrations.megatron.patches import GPT, all_patches
+from tio_megatron.integrations.megatron import cpu_device, versions
+from tio_megatron.integrations.megatron.applied import state
+from tio_megatron.integrations.megatron.applied.patches import GPT, all_patches
 from tio_megatron.integrations.patching import MovedSymbolError, Patch, PatchSet
 from tio_megatron.layers import grads
 from tio_megatron.testing.qwen3 import write_tiny

@@ -19,8 +19,8 @@ from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron import kernels
 from tio_megatron.checkpoint import Checkpoint, CheckpointError, damaged_files, latest_training, training_state, write_checkpoint
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import train_state
-from tio_megatron.integrations.megatron.weights import export_weights
+from tio_megatron.integrations.megatron.resume import train_state
+from tio_megatron.integrations.megatron.weights.transfer import export_weights
 from tio_megatron.testing import RankError, assert_same_bytes, run_ranks
 from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny
 

@@ -14,7 +14,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tiny_megatron import running
 
 import tio_megatron as tio
-from tio_megatron.integrations.megatron import optimizer_refusals, same_model
+from tio_megatron.integrations.megatron.applied import same_model
+from tio_megatron.integrations.megatron.training import optimizer_refusals
 from tio_megatron.testing import RankError, assert_same_bytes, run_ranks
 
 BOTH = [torch.bfloat16, torch.float32]

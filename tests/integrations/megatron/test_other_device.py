@@ -18,7 +18,7 @@ from tests.support import strict_device
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.contract.words import TrainerLayout
-from tio_megatron.integrations.megatron import from_hf
+from tio_megatron.integrations.megatron.weights import from_hf
 from tio_megatron.testing import RankError, run_ranks
 
 RANKS = {"tp1": 1, "tp2+ep2+sp": 2, "tp2+ep2+sp+allgather": 2, "ep2+dp2": 2, "tp2+etp2": 2, "cp2": 2}
@@ -54,9 +54,9 @@ def with_everything(rank: int, device: str, folder: Path, layout: str) -> tuple[
     from megatron.core.distributed import finalize_model_grads
 
     from examples.qwen3_moe import trainer
-    from tio_megatron.integrations.megatron.optimizer_state import export_state
-    from tio_megatron.integrations.megatron.scoring import token_logprobs
-    from tio_megatron.integrations.megatron.weights import export_weights
+    from tio_megatron.integrations.megatron.resume.optimizer_state import export_state
+    from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
+    from tio_megatron.integrations.megatron.weights.transfer import export_weights
 
     more = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "finalize_model_grads_func": finalize_model_grads}
     more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

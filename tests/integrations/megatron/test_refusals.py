@@ -14,7 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract, Cuts
-from tio_megatron.integrations.megatron import masks, micro_batches, modules, refusals, specs
+from tio_megatron.integrations.megatron.applied import refusals
+from tio_megatron.integrations.megatron.modules import masks, specs
+from tio_megatron.integrations.megatron.modules import parts as modules
+from tio_megatron.integrations.megatron.training import micro_batches
 
 SIZES = dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=4, kv_channels=32, ffn_hidden_size=192)
 QWEN3 = dict(

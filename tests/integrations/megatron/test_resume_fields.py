@@ -15,8 +15,8 @@ import tio_megatron
 from tio_megatron.checkpoint import CheckpointConfig, CheckpointError
 from tio_megatron.contract import Contract, Layout
 from tio_megatron.integrations.megatron import cpu_device, finalize_weighted_grads
-from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-from tio_megatron.integrations.megatron.train_state import load_training, save_training
+from tio_megatron.integrations.megatron.resume.train_state import load_training, save_training
+from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE
 

@@ -7,9 +7,10 @@ from megatron.core import parallel_state
 
 from tio_megatron.checkpoint import Checkpoint, digest_differences, tensor_digest, write_checkpoint
 from tio_megatron.contract import Contract, Layout
-from tio_megatron.integrations.megatron import cpu_device, pieces
-from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-from tio_megatron.integrations.megatron.weights import export_weights, load_weights
+from tio_megatron.integrations.megatron import cpu_device
+from tio_megatron.integrations.megatron.weights import pieces
+from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.weights.transfer import export_weights, load_weights
 from tio_megatron.models import vocabulary_parameters
 from tio_megatron.testing import RankError, run_ranks
 

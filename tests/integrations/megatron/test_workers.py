@@ -7,7 +7,7 @@ import tio_megatron
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Cuts, Layout
 from tio_megatron.integrations import handshake, handshake_files
-from tio_megatron.integrations.megatron import workers
+from tio_megatron.integrations.megatron.applied import workers
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 from tio_megatron.verify.doctor import of_workers

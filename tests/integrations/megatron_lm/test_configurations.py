@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import refusals
+from tio_megatron.integrations.megatron.applied import refusals
 
 BASE = dict(
     num_layers=2,

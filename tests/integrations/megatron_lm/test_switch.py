@@ -10,7 +10,7 @@ import pytest
 
 import tio_megatron as tio
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron.applied import state
 from tio_megatron.integrations.megatron_lm import defaults, options, start, yaml_files
 from tio_megatron.integrations.megatron_lm.options import Options
 from tio_megatron.integrations.patching import MovedSymbolError, Patch, PatchSet

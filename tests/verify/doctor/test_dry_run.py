@@ -20,9 +20,9 @@ os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 import tio_megatron.auto
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Layout
-from tio_megatron.integrations.megatron import refusals
-from tio_megatron.integrations.megatron.from_hf import transformer_config
-from tio_megatron.integrations.megatron.state import active
+from tio_megatron.integrations.megatron.applied import refusals
+from tio_megatron.integrations.megatron.weights.from_hf import transformer_config
+from tio_megatron.integrations.megatron.applied.state import active
 checkpoint = CheckpointConfig.from_file(sys.argv[1] + "/config.json")
 config = transformer_config(checkpoint, Layout())
 config.hidden_dropout = float(sys.argv[2])

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tio_megatron.cli import app
-from tio_megatron.contract.findings import LEVELS
+from tio_megatron.findings.finding import LEVELS
 from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.patching import author_of
 from tio_megatron.verify.doctor import examine, switches, worst

@@ -8,8 +8,8 @@ import pytest
 import tio_megatron
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Cuts, Layout
-from tio_megatron.integrations.megatron import refusals
-from tio_megatron.integrations.megatron.from_hf import transformer_config
+from tio_megatron.integrations.megatron.applied import refusals
+from tio_megatron.integrations.megatron.weights.from_hf import transformer_config
 from tio_megatron.models import shape_from_hf
 from tio_megatron.testing.qwen3 import DENSE, MOE
 from tio_megatron.verify.doctor import fit

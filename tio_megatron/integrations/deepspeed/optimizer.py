@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tio_megatron.integrations.megatron.grad_norm import norm_of
+from tio_megatron.integrations.megatron.training.grad_norm import norm_of
 from tio_megatron.kernels.squares import scale_
 from tio_megatron.layers.optimizer import Adam
 

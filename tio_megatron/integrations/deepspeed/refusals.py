@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
+from tio_megatron.findings.finding import OFF, Finding, Rule, broken, refuse
 from tio_megatron.integrations.deepspeed.norms import OVER_TENSOR, epsilon_of
 
 _OFFLOADED = "an offloaded optimizer is DeepSpeed's own, with other roundings"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.contract.environment import Setting
-from tio_megatron.integrations.megatron.state import active, session
+from tio_megatron.integrations.megatron.applied.state import active, session
 
 __all__ = ["SETTING", "active", "ordered", "refuse_run", "session"]
 

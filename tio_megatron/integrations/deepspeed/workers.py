@@ -18,7 +18,7 @@ _WORKS = "apply tio_megatron last (import tio_megatron.auto after the other pack
 
 def this_worker() -> dict[str, Any]:
     """What this rank runs; see :func:`.handshake.record`."""
-    from tio_megatron.integrations.megatron.state import patched, problems
+    from tio_megatron.integrations.megatron.applied.state import patched, problems
 
     how, setting = patched(), session()
     version = "none" if setting is None else kernels.version(setting.contract.family)

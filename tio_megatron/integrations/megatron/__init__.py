@@ -9,11 +9,11 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "BadGradient": "grad_refusals",
-    "Scores": "scoring",
-    "finalize_weighted_grads": "grad_patches",
-    "gpt_layer_spec": "specs",
-    "token_logprobs": "scoring",
+    "BadGradient": "training.grad_refusals",
+    "Scores": "scoring.logprobs",
+    "finalize_weighted_grads": "training.grad_patches",
+    "gpt_layer_spec": "modules.specs",
+    "token_logprobs": "scoring.logprobs",
 }
 
 __all__ = sorted(_WHERE)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tio_megatron.integrations.megatron import state
+from tio_megatron.integrations.megatron.applied import state
 from tio_megatron.integrations.patching import Patch, PatchSet
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.contract import findings
-from tio_megatron.contract.findings import OFF, Finding, Rule, broken
+from tio_megatron.findings import finding as findings
+from tio_megatron.findings.finding import OFF, Finding, Rule, broken
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def of_optimizer(args: Any) -> list[Finding]:
     Args:
         args: as Megatron-LM's own checks leave them.
     """
-    from tio_megatron.integrations.megatron.optimizer_refusals import BF16_RULES, DDP_RULES, OPTIMIZER_RULES
+    from tio_megatron.integrations.megatron.training.optimizer_refusals import BF16_RULES, DDP_RULES, OPTIMIZER_RULES
 
     renamed = {name.removeprefix("ddp_"): value for name, value in vars(args).items() if name.startswith("ddp_")}
     ddp = {**vars(args), **renamed, "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32}

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tio_megatron.contract.findings import dry_run, verdict
+from tio_megatron.findings.finding import dry_run, verdict
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.megatron_lm import yaml_files
 from tio_megatron.integrations.megatron_lm.defaults import implied, imply, of_optimizer, refuse
@@ -78,7 +78,7 @@ def checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _announcement(args: Any) -> list[str]:
     from tio_megatron import kernels
-    from tio_megatron.integrations.megatron import state
+    from tio_megatron.integrations.megatron.applied import state
 
     contract = state.active()
     lines = [f"contract {contract.fingerprint(kernels.version(contract.family))} is in force", f"implied: {' '.join(implied(args))}"]
@@ -95,7 +95,7 @@ def noting_vocabulary(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(original)
     def _build_tokenizer(args: Any) -> Any:
-        from tio_megatron.integrations.megatron import state
+        from tio_megatron.integrations.megatron.applied import state
 
         tokenizer = original(args)
         session = state.session()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tio_megatron.contract.environment import VARIABLE as CONTRACT
 from tio_megatron.contract.environment import Setting, from_environment, read
-from tio_megatron.contract.findings import dry_run, unjudged
+from tio_megatron.findings.finding import dry_run, unjudged
 from tio_megatron.integrations.megatron_lm.options import OFF, Options, read_options
 from tio_megatron.integrations.megatron_lm.patches import stock_patches
 from tio_megatron.integrations.patching import PatchSet
@@ -79,7 +79,7 @@ def switch_on(arguments: Sequence[str], *, wanted: bool = False) -> Setting | No
         # Before the contract: its patches lie on top.
         cpu_device.enable()
     if setting is not None:
-        from tio_megatron.integrations.megatron.apply import apply
+        from tio_megatron.integrations.megatron.applied.apply import apply
 
         apply(setting.contract, vocab_size=setting.vocab_size)
     elif dry_run():

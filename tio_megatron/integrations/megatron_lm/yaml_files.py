@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from tio_megatron.contract.messages import shown
-from tio_megatron.contract.strict_yaml import read_yaml
+from tio_megatron.files.strict_yaml import read_yaml
+from tio_megatron.findings.messages import shown
 
 SECTIONS = ("language_model", "model_parallel")
 """A file's names stand in these or beside them; under the contract it does not matter where."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations.mindspeed import manager
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tio_megatron.contract.findings import OFF, Finding, Rule
+from tio_megatron.findings.finding import OFF, Finding, Rule
 
 Verdict = Literal["harmless", "mapped", "refused"]
 

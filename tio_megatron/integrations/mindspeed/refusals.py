@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations.mindspeed import context, manager, options
 
 _OURS = "tio_megatron.integrations.megatron."
@@ -27,7 +27,7 @@ def mindspeed_refusals(config: Any) -> list[Finding]:
 
 def _recomputation(config: Any) -> list[Finding]:
     """MindSpeed's own form of block recomputation does not hand the padding mask on, and padding would count in the auxiliary loss."""
-    from tio_megatron.integrations.megatron.moe_refusals import has_balance_loss
+    from tio_megatron.integrations.megatron.applied.moe_refusals import has_balance_loss
 
     entry = manager.manager().patches_info.get(f"{_BLOCK}._checkpointed_forward")
     if entry is None or entry.patch_func is None or not has_balance_loss(config):

@@ -42,7 +42,7 @@ def problems() -> list[str]:
 
 def mine() -> dict[str, Any]:
     """What this process obeys, for the other side."""
-    from tio_megatron.integrations.megatron.workers import this_worker
+    from tio_megatron.integrations.megatron.applied.workers import this_worker
 
     return this_worker()
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.findings import OFF, Finding, Rule, broken, refuse
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.finding import OFF, Finding, Rule, broken, refuse
 
 TREE = "actor_rollout_ref"
 _ALONE, _BOTH = "the {side} alone would be another model", "leave it out, or change config.json, which both sides read"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tio_megatron.contract.environment import read
-from tio_megatron.contract.findings import verdict
+from tio_megatron.findings.finding import verdict
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.patching import Patch, PatchSet
 from tio_megatron.integrations.vllm import in_force, refusals

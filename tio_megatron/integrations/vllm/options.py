@@ -7,7 +7,7 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.messages import shown
 from tio_megatron.integrations.vllm import platforms
 from tio_megatron.integrations.vllm.ascend import seam
 

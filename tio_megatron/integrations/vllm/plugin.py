@@ -12,7 +12,7 @@ from typing import Any
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment
-from tio_megatron.contract.findings import unjudged
+from tio_megatron.findings.finding import unjudged
 from tio_megatron.integrations.vllm import in_force
 from tio_megatron.integrations.vllm.in_force import MODELS, active, is_active
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tio_megatron.contract import Contract, Layout, ModelShape
-from tio_megatron.contract.findings import Finding, refuse
+from tio_megatron.findings.finding import Finding, refuse
 from tio_megatron.integrations import releases
 from tio_megatron.integrations.vllm import refused_options
 from tio_megatron.models import shape_from_hf

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tio_megatron.contract.families import FAMILIES
-from tio_megatron.contract.findings import OFF, Finding, Rule, broken
+from tio_megatron.findings.finding import OFF, Finding, Rule, broken
 
 BLOCK: int = FAMILIES["cpu"].fields["kv_block"]
 """Keys in one block of the attention walk; a page holds whole blocks."""

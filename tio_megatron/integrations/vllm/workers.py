@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tio_megatron import kernels
-from tio_megatron.contract.findings import refuse
+from tio_megatron.findings.finding import refuse
 from tio_megatron.integrations import handshake, handshake_files
 from tio_megatron.integrations.vllm import in_force
 

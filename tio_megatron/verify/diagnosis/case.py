@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tio_megatron.models import Point
-from tio_megatron.verify.traces.reader import Trace
+from tio_megatron.traces.reader import Trace
 
 MOST_ROWS = 48
 EXPERT_ROWS = ("expert_gate", "expert_up", "expert_act", "expert_scaled", "expert_out")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tio_megatron.traces.reader import Trace
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
 from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, one_rounding
 from tio_megatron.verify.diagnosis.rules import relative
-from tio_megatron.verify.traces.reader import Trace
 
 
 def unwritten(case: Case) -> Finding | None:

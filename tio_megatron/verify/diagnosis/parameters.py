@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tio_megatron.traces.reader import Trace
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
-from tio_megatron.verify.traces.reader import Trace
 
 
 def differing(a: Trace, b: Trace, names: list[str]) -> list[str]:

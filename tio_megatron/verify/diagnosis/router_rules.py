@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from tio_megatron.traces.reader import Trace
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.rules import Rule
-from tio_megatron.verify.traces.reader import Trace
 
 _NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

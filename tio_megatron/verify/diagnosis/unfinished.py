@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tio_megatron.traces.reader import Trace, Unfinished
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
-from tio_megatron.verify.traces.reader import Trace, Unfinished
 
 
 def stopped(a: Trace | Unfinished, b: Trace | Unfinished) -> Finding:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.models import Point
-from tio_megatron.verify.traces.reader import Trace
+from tio_megatron.traces.reader import Trace
 
 
 def one_sided(a: Trace, b: Trace, graph: Sequence[Point]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tio_megatron.traces.reader import Trace, Unfinished
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.combine import combined_from
 from tio_megatron.verify.diagnosis.cures import CURES
@@ -16,7 +17,6 @@ from tio_megatron.verify.diagnosis.router_rules import flips
 from tio_megatron.verify.diagnosis.sides import with_reason
 from tio_megatron.verify.diagnosis.unfinished import stopped
 from tio_megatron.verify.diagnosis.unseen import one_sided
-from tio_megatron.verify.traces.reader import Trace, Unfinished
 
 _RECORD_AGAIN = "Record that side again: its trace is damaged (a full disk, a copy cut short), or its recorder lost tokens."
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import VARIABLE, from_environment, read
-from tio_megatron.contract.findings import Finding, worst
-from tio_megatron.contract.messages import named, shown
+from tio_megatron.findings.finding import Finding, worst
+from tio_megatron.findings.messages import named, shown
 from tio_megatron.verify.doctor import (
     between,
     coverage,

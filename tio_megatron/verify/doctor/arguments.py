@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tio_megatron.contract.strict_yaml import read_yaml
+from tio_megatron.files.strict_yaml import read_yaml
 from tio_megatron.integrations.option_facts import Flag, options
 
 

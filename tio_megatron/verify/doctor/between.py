@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from tio_megatron.contract.findings import Finding, Level
+from tio_megatron.findings.finding import Finding, Level
 from tio_megatron.verify.doctor.models import Model
 from tio_megatron.verify.doctor.options import OFF, OVERRIDES, written
 from tio_megatron.verify.doctor.running import CORE_NAMES, SAMPLING_NAMES, Running, dtype

@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
-from tio_megatron.contract.messages import named
+from tio_megatron.findings.finding import Finding
+from tio_megatron.findings.messages import named
 from tio_megatron.integrations.mindspeed import options as mindspeed_options
 from tio_megatron.integrations.option_facts import RELEASE, options
 from tio_megatron.integrations.verl import refusals

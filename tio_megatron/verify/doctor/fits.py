@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tio_megatron.contract import Contract, Layout, LayoutProblem, ModelShape
-from tio_megatron.contract.findings import Finding
 from tio_megatron.contract.misfits import offered
+from tio_megatron.findings.finding import Finding
 
 TOPIC = "contract"
 _SIZES = ("tp", "ep", "etp", "pp", "cp")

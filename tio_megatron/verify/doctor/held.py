@@ -9,8 +9,8 @@ from typing import Any
 from tio_megatron.contract import Contract
 from tio_megatron.contract.environment import read
 from tio_megatron.contract.families import FAMILIES
-from tio_megatron.contract.findings import Finding, Level
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.finding import Finding, Level
+from tio_megatron.findings.messages import shown
 from tio_megatron.verify.doctor.running import Running, mapping_of
 
 MEGATRON_OFF = ("0", "off")

@@ -9,8 +9,8 @@ from typing import Any
 
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import ModelShape
-from tio_megatron.contract.messages import shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.messages import shown
 from tio_megatron.models import published, published_model
 
 KNOWN = {name: shape for name, (shape, _) in published().items()}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tio_megatron.contract.findings import UNSAID, Finding
-from tio_megatron.contract.messages import shown
+from tio_megatron.findings.finding import UNSAID, Finding
+from tio_megatron.findings.messages import shown
 from tio_megatron.integrations.vllm.ascend import refusals
 from tio_megatron.verify.doctor.options import OFF, computes_in
 from tio_megatron.verify.doctor.running import Running, mapping_of, tree_of

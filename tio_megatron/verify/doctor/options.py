@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tio_megatron.contract.findings import Finding, Rule, broken
+from tio_megatron.findings.finding import Finding, Rule, broken
 from tio_megatron.integrations.mindspeed import options as mindspeed
 from tio_megatron.integrations.mindspeed.context import refusal
 from tio_megatron.integrations.option_facts import options
@@ -38,8 +38,8 @@ def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         yield Finding("megatron-core is not installed here: the trainer's options were not looked at", "run it where it runs", side="trainer", level="unknown")
         return
-    from tio_megatron.integrations.megatron.moe_refusals import balancing
-    from tio_megatron.integrations.megatron.optimizer_refusals import BF16_RULES
+    from tio_megatron.integrations.megatron.applied.moe_refusals import balancing
+    from tio_megatron.integrations.megatron.training.optimizer_refusals import BF16_RULES
     from tio_megatron.integrations.megatron_lm.defaults import IMPLIED
 
     implied = {one.option for one in IMPLIED} - run.written if run.kind == "megatron-lm" else set()  # defaults that the plug-in changes
@@ -64,9 +64,9 @@ def trainer(run: Running, *, training: bool = True) -> Iterator[Finding]:
 
 def tables(training: bool = True, kind: Kind = "megatron-lm") -> list[tuple[tuple[Rule, ...], str]]:
     """The rows for a trainer, and where verl takes what they name; the first row of an option holds."""
-    from tio_megatron.integrations.megatron.moe_refusals import MOE_RULES
-    from tio_megatron.integrations.megatron.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
-    from tio_megatron.integrations.megatron.refusals import CONFIG_RULES, MODEL_RULES
+    from tio_megatron.integrations.megatron.applied.moe_refusals import MOE_RULES
+    from tio_megatron.integrations.megatron.applied.refusals import CONFIG_RULES, MODEL_RULES
+    from tio_megatron.integrations.megatron.training.optimizer_refusals import DDP_RULES, OPTIMIZER_RULES
     from tio_megatron.integrations.megatron_lm.defaults import SCRIPT_RULES
 
     found, seen = [], set[str]()

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tio_megatron.contract.messages import cut
+from tio_megatron.findings.messages import cut
 from tio_megatron.verify.doctor.settings import TRAINER_NAMES, VERL_OVERRIDE, of_words
 
 PROGRAMS = ("python", "python3", "torchrun", "deepspeed", "vllm", "ray")

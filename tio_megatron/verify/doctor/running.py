@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.integrations.option_facts import RELEASE, options
 
 Kind = Literal["words", "megatron-lm", "megatron-core", "verl", "vllm"]

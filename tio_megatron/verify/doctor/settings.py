@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
-from tio_megatron.contract.messages import cut
-from tio_megatron.contract.strict_json import read_json
-from tio_megatron.contract.strict_yaml import read_yaml
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.files.strict_yaml import read_yaml
+from tio_megatron.findings.messages import cut
 from tio_megatron.integrations.option_facts import options
 from tio_megatron.integrations.vllm import refused_options
 from tio_megatron.verify.doctor import running

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations.verl import refusals
 from tio_megatron.verify.doctor.options import OFF
 from tio_megatron.verify.doctor.running import SAMPLING_NAMES, Running, mapping_of, tree_of

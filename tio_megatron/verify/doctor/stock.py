@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.contract.findings import Finding, Level
+from tio_megatron.findings.finding import Finding, Level
 from tio_megatron.verify.doctor.options import OFF, written
 from tio_megatron.verify.doctor.running import Running
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tio_megatron.contract.findings import Level
+from tio_megatron.findings.finding import Level
 from tio_megatron.integrations.npu_switches import SWITCHES as NPU
 
 ANY = ("*",)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-from tio_megatron.contract.findings import UNSAID, Finding, Level
+from tio_megatron.findings.finding import UNSAID, Finding, Level
 from tio_megatron.integrations import npu_switches
 from tio_megatron.integrations.switch_names import PREFIXES
 from tio_megatron.verify.doctor import on_npu

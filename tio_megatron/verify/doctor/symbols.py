@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations.patching import MovedSymbolError, author_of
 
 TOPIC = "patches"
@@ -27,7 +27,7 @@ def check(modules: Sequence[str] = ()) -> Iterator[Finding]:
         except ImportError as error:
             raise ValueError(f"module {name}: cannot be imported ({error})") from error
     if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None:
-        from tio_megatron.integrations.megatron import state
+        from tio_megatron.integrations.megatron.applied import state
 
         session = state.session()
         yield from _unapplied() if session is None else _applied(session.contract.fingerprint())
@@ -39,7 +39,7 @@ def check(modules: Sequence[str] = ()) -> Iterator[Finding]:
 
 def _applied(fingerprint: str) -> Iterator[Finding]:
     """Whether every symbol still holds what was put there, by the account of who put it."""
-    from tio_megatron.integrations.megatron.state import patched, problems
+    from tio_megatron.integrations.megatron.applied.state import patched, problems
 
     how, lost = patched(), problems()
     for line in lost:
@@ -52,7 +52,7 @@ def _applied(fingerprint: str) -> Iterator[Finding]:
 
 def _unapplied() -> Iterator[Finding]:
     """Whether every symbol that would be patched is there and still stock's."""
-    from tio_megatron.integrations.megatron.patches import all_patches
+    from tio_megatron.integrations.megatron.applied.patches import all_patches
 
     patches = all_patches()
     for patch in patches:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations.option_facts import options
 from tio_megatron.integrations.verl import refusals
 from tio_megatron.integrations.verl.refusals import TREE

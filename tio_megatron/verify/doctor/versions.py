@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 from tio_megatron.integrations import releases, strangers
 from tio_megatron.integrations.megatron.versions import FULL
 

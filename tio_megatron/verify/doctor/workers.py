@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tio_megatron.contract.findings import Finding, Level
-from tio_megatron.contract.messages import cut, named, shown
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
+from tio_megatron.findings.finding import Finding, Level
+from tio_megatron.findings.messages import cut, named, shown
 from tio_megatron.integrations import handshake
 from tio_megatron.integrations.handshake_files import FORMAT, SUFFIX, VARIABLE
 from tio_megatron.integrations.switch_names import OURS

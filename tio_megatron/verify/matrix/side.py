@@ -36,7 +36,7 @@ def score(engine: str, model: Path, tokens: Tokens, *, words: str, stock: bool, 
 def _hf(model: Path, tokens: Tokens, dtype: str) -> Logprobs:
     import torch
 
-    from tio_megatron.verify.recorders.hf import load_hf
+    from tio_megatron.integrations.transformers_models.recorder import load_hf
 
     built = load_hf(model, dtype)
     found = []
@@ -54,8 +54,8 @@ def _vllm(model: Path, tokens: Tokens, words: str, contract: str | None) -> Logp
     from tio_megatron.checkpoint import CheckpointConfig
     from tio_megatron.contract.words import RolloutLayout
     from tio_megatron.integrations.vllm import engine_options
+    from tio_megatron.integrations.vllm.recording.recorder import KV_BYTES
     from tio_megatron.integrations.vllm.tracing import engine, prompt_logprobs
-    from tio_megatron.verify.recorders.vllm import KV_BYTES
 
     layout = RolloutLayout.parse(words)
     longest = max(map(len, tokens)) + 1
@@ -83,11 +83,11 @@ def _megatron(model: Path, tokens: Tokens, words: str, contract: str | None, tem
     from tio_megatron.contract import Contract
     from tio_megatron.contract.words import TrainerLayout
     from tio_megatron.integrations.megatron import cpu_device
-    from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-    from tio_megatron.integrations.megatron.scoring import token_logprobs
-    from tio_megatron.integrations.megatron.stock_scoring import stock_logprobs
-    from tio_megatron.integrations.megatron.tracing import parallel
-    from tio_megatron.integrations.megatron.weights import load_weights
+    from tio_megatron.integrations.megatron.scoring.logprobs import token_logprobs
+    from tio_megatron.integrations.megatron.scoring.stock_scoring import stock_logprobs
+    from tio_megatron.integrations.megatron.scoring.tracing import parallel
+    from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+    from tio_megatron.integrations.megatron.weights.transfer import load_weights
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     chosen = TrainerLayout.parse(words)

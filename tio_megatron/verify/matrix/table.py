@@ -20,9 +20,9 @@ import yaml
 from tio_megatron.checkpoint import CheckpointConfig
 from tio_megatron.contract import Contract, Layout
 from tio_megatron.contract.environment import read
-from tio_megatron.contract.messages import cut, named, shown
-from tio_megatron.contract.strict_yaml import read_yaml
 from tio_megatron.contract.words import RolloutLayout, TrainerLayout
+from tio_megatron.files.strict_yaml import read_yaml
+from tio_megatron.findings.messages import cut, named, shown
 from tio_megatron.verify.readers import read_tokens
 
 ENGINES = ("megatron", "vllm", "hf")

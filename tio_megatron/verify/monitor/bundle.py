@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tio_megatron.contract.strict_json import read_json
+from tio_megatron.files.strict_json import read_json
 from tio_megatron.files.whole import write_whole
 from tio_megatron.integrations import releases
 from tio_megatron.verify.monitor.sides import Side

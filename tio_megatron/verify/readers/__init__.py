@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tio_megatron.contract.messages import named
+from tio_megatron.findings.messages import named
 from tio_megatron.verify.readers.arrays import read_npz, read_safetensors
 from tio_megatron.verify.readers.jsonl import BOM, read_jsonl, read_tokens
 from tio_megatron.verify.readers.scored import Scored, require_file

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tio_megatron.contract.messages import cut, named, shown
-from tio_megatron.verify.readers.safe_file import SafeFile
+from tio_megatron.files.safe_file import SafeFile
+from tio_megatron.findings.messages import cut, named, shown
 from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
 
 DAMAGE = (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, SyntaxError, OverflowError, MemoryError, zlib.error, zipfile.BadZipFile)

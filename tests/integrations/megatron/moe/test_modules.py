@@ -21,9 +21,9 @@ import tio_megatron as tio
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract, Cuts
 from tio_megatron.integrations.megatron import cpu_device
-from tio_megatron.integrations.megatron.moe_layer import OrderedMoELayer
-from tio_megatron.integrations.megatron.moe_refusals import moe_refusals
-from tio_megatron.integrations.megatron.moe_spec import moe_spec
+from tio_megatron.integrations.megatron.applied.moe_refusals import moe_refusals
+from tio_megatron.integrations.megatron.modules.expert_layer import OrderedMoELayer
+from tio_megatron.integrations.megatron.modules.expert_spec import moe_spec
 from tio_megatron.testing import RankError, assert_same_bytes, first_mismatch, run_ranks
 
 REFUSED = [

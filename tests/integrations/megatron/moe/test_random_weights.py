@@ -9,9 +9,9 @@ from moe_models import Row
 from tiny_megatron import running
 
 from tio_megatron.checkpoint import Checkpoint
-from tio_megatron.integrations.megatron import random_weights
-from tio_megatron.integrations.megatron.from_hf import gpt_model, padded_vocab, transformer_config
-from tio_megatron.integrations.megatron.weights import export_weights
+from tio_megatron.integrations.megatron.weights import random_weights
+from tio_megatron.integrations.megatron.weights.from_hf import gpt_model, padded_vocab, transformer_config
+from tio_megatron.integrations.megatron.weights.transfer import export_weights
 from tio_megatron.testing import assert_same_bytes, run_ranks
 
 DRAWN = {"use_cpu_initialization": True, "perform_initialization": True}
@@ -33,7 +33,7 @@ def planted(name):
     if name is None:
         yield
         return
-    from tio_megatron.integrations.megatron import moe_experts
+    from tio_megatron.integrations.megatron.modules import experts as moe_experts
 
     place = {"among_all_experts": moe_experts, "true_rows": random_weights}[name]
     ours = getattr(place, name)

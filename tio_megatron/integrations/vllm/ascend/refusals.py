@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tio_megatron.contract.findings import Finding
+from tio_megatron.findings.finding import Finding
 
 OFF = (False, None, 0)
 

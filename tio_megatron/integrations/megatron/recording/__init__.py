@@ -1,0 +1,1 @@
+"""Recording a Megatron model for tio diagnose. Compares nothing."""

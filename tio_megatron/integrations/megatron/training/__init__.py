@@ -1,0 +1,1 @@
+"""Gradients, their norm and the optimizer under a contract. Builds no model."""

@@ -1,0 +1,1 @@
+"""Recording a vLLM engine for tio diagnose. Compares nothing."""
