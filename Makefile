@@ -78,7 +78,7 @@ install() {  # arguments of pip install; from the cache alone
 }
 endef
 
-.PHONY: help setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed bench-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend bench clean distclean
+.PHONY: help house setup demo rl matrix-train faults test test-full test-multinode test-triton test-ascend test-deepspeed bench-deepspeed verl test-verl test-mindspeed test-megatron-lm test-vllm-ascend remake-ascend lower-ascend bench clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -153,6 +153,9 @@ test-vllm-ascend: setup  ## what we name of vllm-ascend against its sources: VLL
 	@$(HELPERS)
 	[ -f '$(VLLM_ASCEND)/vllm_ascend/platform.py' ] || die "no vllm_ascend/platform.py in VLLM_ASCEND='$(VLLM_ASCEND)': make test-vllm-ascend VLLM_ASCEND=DIR, with the unpacked sources of vllm-ascend 0.23.0"
 	VLLM_ASCEND='$(abspath $(VLLM_ASCEND))' VLLM='$(if $(VLLM),$(abspath $(VLLM)))' $(BIN)/python -m pytest tests/integrations/vllm_ascend $(ARGS)
+
+house: setup  ## lines by room, import circles, and files that name a model's tensors
+	@$(BIN)/python -m tests.house
 
 bench: setup  ## the benchmarks, against the stock packages
 	@$(BIN)/python benchmarks/run.py $(ARGS)

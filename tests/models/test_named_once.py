@@ -19,8 +19,8 @@ import pytest
 from tests.test_rooms import ROOT, modules, parsed, room
 from tio_megatron import models
 
-TRACES = ("verify", "commands")
-"""Rooms that look at points of traces."""
+TRACES = ("verify", "commands", "traces", "recording", "transformers_models")
+"""Rooms, and folders of an engine, that look at points of traces."""
 
 OF_AN_ENGINE = {"tio_megatron/integrations/vllm/ascend/needs.py": {"lm_head"}}
 """Files that name an argument of an engine's function that is spelled as a tensor is."""
@@ -62,14 +62,21 @@ def named(tree, traces=False):
         yield from ((node.lineno, found) for found in words.findall(node.value))
 
 
+def names_of_models():
+    """Every place outside ``models/`` that names an architecture or a tensor of a checkpoint: file, line and word."""
+    found = []
+    for path in modules():
+        file = path.relative_to(ROOT)
+        if room(path) not in ("models", "testing"):
+            words = named(parsed(path), bool({*TRACES} & {*file.parts}))
+            found += [f"{file}:{line}: {word}" for line, word in words if word not in OF_AN_ENGINE.get(str(file), ())]
+    return found
+
+
 def test_architectures_and_their_tensors_are_named_in_their_descriptions():
     assert {"Qwen3MoeForCausalLM", "qwen3", "Qwen3-8B", "q_proj", "qkv_proj", "embed_tokens", "mlp.gate", "model.norm"} <= forbidden()
     assert not {"experts", "linear_qkv", "input_layernorm", "mlp", "w13_weight", "weight"} & forbidden()
-    found = []
-    for path in modules():
-        file = str(path.relative_to(ROOT))
-        if room(path) not in ("models", "testing"):
-            found += [f"{file}:{line}: {word}" for line, word in named(parsed(path), room(path) in TRACES) if word not in OF_AN_ENGINE.get(file, ())]
+    found = names_of_models()
     assert not found, "say it in a description below tio_megatron/models, and derive what is needed:\n" + "\n".join(found)
 
 
