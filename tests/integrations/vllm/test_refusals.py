@@ -77,7 +77,7 @@ CASES = [
     ("model_config.hf_text_config.rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1]}, "mrope"),
     ("model_config.hf_text_config.hidden_act", "gelu", "hidden_act='gelu'"),
     ("model_config.hf_text_config.mlp_only_layers", [0], "dense layers among expert layers"),
-    ("model_config.hf_text_config.shared_expert_intermediate_size", 64, "shared experts"),
+    ("model_config.hf_text_config.shared_expert_intermediate_size", 64, "shared_expert_intermediate_size=64: not covered"),
     ("model_config.hf_text_config.dual_chunk_attention_config", {"chunk_size": 64}, "dual_chunk_attention_config"),
     ("model_config.max_model_len", 4096, "max_model_len=4096"),
 ]
