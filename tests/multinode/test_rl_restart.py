@@ -65,4 +65,4 @@ def test_without_checkpoints_it_starts_anew_and_another_run_is_not_taken_over(tm
     ended = launched.run(1, tmp_path, ["rl", *short, "3", "--out", "second"])
     assert ended[0][0] == 0 and decided(tmp_path / "first") == decided(tmp_path / "second"), ended
     ((status, _, said),) = launched.run(1, tmp_path, ["rl", *short, "1", "--out", "second"], MAX_RESTARTS="1")
-    assert status == 2 and said.count("error: " + str(tmp_path / "second" / "checkpoints") + ": holds checkpoints of another run") == 2, said
+    assert status == 2 and said.count("qwen3_moe: error: second/checkpoints: holds checkpoints of another run; go on from them with --resume") == 2, said

@@ -90,7 +90,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def temporary(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder of this process, removed at the end. One that a killed process has left behind is removed by the next call."""
     _remove_left_behind(parent, prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # where the file system keeps no locks nobody else removes it
