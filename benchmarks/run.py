@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
 
     from tio_megatron.commands.tables import show_rows
+    from tio_megatron.files.whole import write_whole
 
     console = Console()
     rows = []
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         cells = [(row["name"], ratio, str(row["goal"]), "yes" if row["met"] else "no", row.get("note", "")) for row, ratio in zip(found, ratios, strict=True)]
         show_rows(console, ("what", "ratio", "goal", "met", "note"), cells, title=name)
         rows += [{"benchmark": name, **row} for row in found]
-        write(options.out, {"machine": machine(), "rows": rows})  # after each, so that a later failure loses nothing
+        write_whole(options.out, json.dumps({"machine": machine(), "rows": rows}, indent=1).encode())  # after each, so that a later failure loses nothing
     met = sum(row["met"] for row in rows)
     console.print(f"{met} of {len(rows)} goals met; report: {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}")
     return 1 if any(row["ratio"] is None for row in rows) else 0
@@ -67,14 +68,6 @@ def machine() -> dict[str, str | int | None]:
         "kernels": kernels.version(),
         "commit": commit,
     }
-
-
-def write(path: Path, report: dict) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1))
-    partial.replace(path)
 
 
 if __name__ == "__main__":

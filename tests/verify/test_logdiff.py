@@ -118,18 +118,18 @@ def test_a_side_without_prompts(tmp_path):
 
 def test_sides_that_score_another_number_of_tokens_are_said(tmp_path):
     """One log-probability short: laid side by side from the end, and said so."""
-    tokens, values = list(range(1, 7)), [-0.5, -1.0, -1.5, -2.0, -2.5]
+    tokens, values = list(range(1, 11)), [-0.5 * at for at in range(1, 10)]
     a = lines(tmp_path / "a.jsonl", [([1, 2], [-1.0]), (tokens, values)])
     b = lines(tmp_path / "b.jsonl", [([1, 2], [-1.0]), (tokens, values[:-1])])
     found = compared(a, b)
-    assert found.uneven == 1 and len(found.notes) == 1 and found.nonzero == 4
-    assert found.notes[0].startswith("A scores 5 tokens of sequence 1, B 4; compared: the last 4, aligned at the end (4 differ; ")
-    assert "aligned at the first log-probability 0 would" in found.notes[0]
+    assert found.uneven == 1 and len(found.notes) == 2 and found.nonzero == 8
+    assert found.notes[0] == "A scores 9 tokens of sequence 1, B 8; compared: the last 8, aligned at the end"
+    assert found.notes[1].startswith("B's list stands 1 place later than A's in 1 of 2 sequences")
     assert found.to_json()["notes"] == found.notes
     said = CliRunner().invoke(app, ["logdiff", str(a), str(b)]).output
-    assert "A scores 5 tokens of sequence 1, B 4" in " ".join(said.replace("│", " ").split())
+    assert "A scores 9 tokens of sequence 1, B 8" in " ".join(said.replace("│", " ").split())
     many = compared(lines(tmp_path / "c.jsonl", [(tokens, values)] * 9), lines(tmp_path / "d.jsonl", [(tokens, values[1:])] * 9))
-    assert (many.uneven, len(many.notes), many.nonzero) == (9, 4, 0) and many.notes[-1].startswith("6 more sequences") and "shifted" not in many.notes[0]
+    assert (many.uneven, len(many.notes), many.nonzero) == (9, 4, 0) and many.notes[-1].startswith("6 more sequences")
     assert not compared(a, a).notes
 
 

@@ -22,7 +22,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 _SHOWN = 6
-"""Bytes, of safetensors itself."""
 _OLDER = "the file is damaged, or the training that wrote it had diverged: copy it again, or take an older checkpoint"
 
 
@@ -234,4 +233,3 @@ def _is_plain(name: object) -> bool:
 def _some(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(cut(name, 200) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-

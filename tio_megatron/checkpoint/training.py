@@ -20,7 +20,7 @@ from typing import Any
 from tio_megatron.checkpoint.config import CheckpointError
 from tio_megatron.checkpoint.training_fields import check_fields
 from tio_megatron.files.strict_json import read_json
-from tio_megatron.files.whole import write_whole
+from tio_megatron.files.whole import sync, write_whole
 from tio_megatron.findings.messages import LONGEST, cut, shown
 
 STATE = "state.json"
@@ -89,12 +89,12 @@ class TrainingDraft:
             (self.path / STATE).write_text(text + "\n", encoding="utf-8")
             for folder, _, names in os.walk(self.path):
                 for name in names:
-                    _sync(Path(folder) / name)
-                _sync(Path(folder))
+                    sync(Path(folder) / name)
+                sync(Path(folder))
             before = sorted(path for path in self.root.glob(f"step-{self.step:08d}*") if _NAME.fullmatch(path.name))
             target = self._free_name()
             self.path.rename(target)
-            _sync(self.root)
+            sync(self.root)
             write_whole(self.root / LATEST, (target.name + "\n").encode(), to_disk=True)
         except OSError as error:
             raise self.failed(error) from error
@@ -258,12 +258,3 @@ def _sha256(path: Path) -> str:
 
 def _own_digest(contents: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Bring a file or a folder's names to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

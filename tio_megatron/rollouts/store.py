@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tio_megatron.files.strict_json import read_json
-from tio_megatron.files.whole import write_whole
+from tio_megatron.files.whole import DRAFTS, write_whole
 from tio_megatron.rollouts.batch import About, Batch
 from tio_megatron.rollouts.batch_file import FORMAT, NOTHING, Head, decode, encode, file_digest, read_head
 from tio_megatron.rollouts.draw import Drawn, draw
@@ -28,7 +28,6 @@ from tio_megatron.rollouts.errors import StoreError
 
 STORE = "store.json"
 _LOCK = ".lock"
-_DRAFT = ".draft-"
 _NAME = re.compile(r"(\d{8,18})\.safetensors")
 _SAYS = json.dumps({"format": FORMAT}) + "\n"
 
@@ -73,7 +72,7 @@ class Store:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            there = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_DRAFT))  # of somebody who was killed here
+            there = sorted(path.name for path in folder.iterdir() if not path.match(DRAFTS))  # of somebody who was killed here
             if there:
                 what = "a store already: open it" if STORE in there else f"not empty ({there[0]}, ...): name a new folder"
                 raise StoreError(f"{folder}: {what}")
@@ -119,7 +118,7 @@ class Store:
             raise StoreError(f"{self.folder}: cannot be written ({error})") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for stale in self.folder.glob(f"{_DRAFT}*"):  # whoever made it is dead: the lock is ours
+            for stale in self.folder.glob(DRAFTS):  # whoever made it is dead: the lock is ours
                 stale.unlink()
             self.refresh()
             number = self.batches

@@ -12,6 +12,7 @@ import numpy as np
 
 from tio_megatron.files.safe_file import TYPES, SafeFile
 from tio_megatron.files.strict_json import read_json
+from tio_megatron.files.whole import write_whole
 from tio_megatron.traces.reader import PASSES, Trace
 from tio_megatron.traces.writer import write_arrays, write_header
 
@@ -61,9 +62,7 @@ def merge_parts(parts: Sequence[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_arrays(folder / "rows.safetensors", arrays)
     header |= {"points": points, "kept": sorted({name for trace in traces for name in trace.kept}), "ranks": len(parts)}
-    draft = folder / ".trace.json.draft"
-    draft.write_text(json.dumps(header))
-    draft.replace(folder / "trace.json")
+    write_whole(folder / "trace.json", json.dumps(header).encode())
 
 
 def _join(kind: str, name: str, parts: list[Path], folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tio_megatron.files.whole import naming, write_whole
+from tio_megatron.files.whole import drafted, naming, write_whole
 from tio_megatron.traces.digest import row_digests, tensor_digest
 
 FORMAT, VERSION = "tio-trace", 1
@@ -232,7 +232,13 @@ def _places(numel: int) -> torch.Tensor:
 
 
 def write_header(path: Path, entries: dict[str, tuple[str, tuple[int, ...], int]]) -> int:
-    """Make a safetensors file of (type, shape, bytes) with holes for data; returns where the data starts (a multiple of 64)."""
+    """Make a safetensors file of (type, shape, bytes) whose data is 0; returns where the data starts (a multiple of 64).
+
+    The disk's blocks are taken at once: memory mapped to a file that the disk then has no space for would end the process without a word.
+
+    Raises:
+        OSError: the disk has no space for the data; names the file.
+    """
     header: dict[str, Any] = {}
     at = 0
     for name, (kind, shape, size) in entries.items():
@@ -242,7 +248,8 @@ def write_header(path: Path, entries: dict[str, tuple[str, tuple[int, ...], int]
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
     with naming(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + at)
     return 8 + len(text)
 
 
@@ -250,10 +257,9 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
     """A safetensors file, array by array; whoever reads ``path`` finds all of it or nothing. 8-byte types come first, so all lie aligned."""
     names = {"int64": "I64", "int32": "I32", "float32": "F32"}
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
-    draft = path.parent / f".{path.name}.draft"
-    start = write_header(draft, {name: (names[str(arrays[name].dtype)], arrays[name].shape, arrays[name].nbytes) for name in order})
-    with naming(path), draft.open("r+b") as file:
-        file.seek(start)
-        for name in order:
-            file.write(np.ascontiguousarray(arrays[name]).data)
-    draft.replace(path)
+    with drafted(path) as draft:
+        start = write_header(draft, {name: (names[str(arrays[name].dtype)], arrays[name].shape, arrays[name].nbytes) for name in order})
+        with draft.open("r+b") as file:
+            file.seek(start)
+            for name in order:
+                file.write(np.ascontiguousarray(arrays[name]).data)

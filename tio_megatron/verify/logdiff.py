@@ -51,7 +51,8 @@ class Logdiff:
     ``k1`` and ``k3`` estimate KL(B, A) from tokens sampled by B: the means of ``b - a`` and of ``exp(a - b) - 1 - (a - b)``. The importance ratio
     is ``exp(a - b)``; ``extreme`` counts those above 2 or below 1/2. ``quantiles`` are of the absolute difference, ``trend`` rows are (first,
     behind the last, tokens, mean, largest), ``worst`` the sequences with the largest mean: (mean, sequence, tokens).
-    ``uneven`` sequences have another number of log-probabilities on each side; ``notes`` say how the first of them were laid side by side.
+    ``uneven`` sequences have another number of log-probabilities on each side; ``notes`` say how the first of them were laid side by side, and by how
+    many places the lists of one side are shifted.
     """
 
     sequences: int = 0
@@ -137,7 +138,7 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
         quantiles.add(size)
         positions.add(np.arange(start, start + count), size)
         sequences.add(np.full(count, index), size)
-        shift = _shift(x, y) if differs.any() and len(left.logprobs) == len(right.logprobs) else 0
+        shift = _shift(left.logprobs, right.logprobs)
         if shift:
             shifts[shift] += 1
         item = (float(size.mean()), index, count)
@@ -160,30 +161,30 @@ def logdiff(a: Iterable[Scored], b: Iterable[Scored]) -> Logdiff:
     return found
 
 
-def _shift(x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> int:
-    """By how many places ``y`` stands later than ``x``, where moving it makes the two agree far better; else 0."""
-    if len(x) < _FEWEST:
-        return 0
-    apart = {by: float(np.abs(x[max(0, -by) : len(x) - max(0, by)] - y[max(0, by) : len(y) - max(0, -by)]).mean()) for by in range(-_PLACES, _PLACES + 1)}
-    best = min(apart, key=lambda by: (apart[by], abs(by)))
-    return best if apart[best] * _CLOSER < apart[0] else 0
+def _shift(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> int:
+    """By how many places ``b`` stands later than ``a``, where moving it back makes the two agree far better than where both end together; else 0.
+
+    The same entries of either list are compared before and after the move: a difference that the move only pushes over the end of a list proves nothing.
+    """
+    end = len(b) - len(a)  # a[i] lies beside b[i + end]
+    first = max(0, -end)
+    still = np.abs(a[first:].astype(np.float64) - b[first + end :])
+    found, least = 0, math.inf
+    for offset in {*range(end - _PLACES, end + _PLACES + 1), 0} - {end}:  # 0 lays the beginnings side by side
+        start, stop = max(0, -offset), min(len(a), len(b) - offset)
+        if stop - start < _FEWEST or not still.any():
+            continue
+        moved = float(np.abs(a[start:stop].astype(np.float64) - b[start + offset : stop + offset]).mean())
+        before = (still[max(0, at - first) : max(0, at - first + stop - start)] for at in (start, start + offset - end))
+        if moved < least and _CLOSER * moved < min(float(part.mean()) for part in before):
+            found, least = offset - end, moved
+    return found
 
 
 def _uneven(a: Scored, b: Scored, index: int, count: int) -> str:
-    """How the sides of a sequence were laid side by side; and whether the other way round they would agree, as where one list is shifted."""
-    said = f"A scores {len(a.logprobs)} tokens of sequence {index}, B {len(b.logprobs)}; compared: "
-    if not count:
-        return said + "none of them"
-    ends, starts = (int((x.view(np.uint32) != y.view(np.uint32)).sum()) for x, y in _both_ways(a, b, count))
-    said += f"the last {count}, aligned at the end"
-    if starts < ends:
-        said += f" ({ends} differ; aligned at the first log-probability {starts} would: is one list shifted, or cut at its end?)"
-    return said
-
-
-def _both_ways(a: Scored, b: Scored, count: int) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    sides = [np.ascontiguousarray(side.logprobs) for side in (a, b)]
-    return [(sides[0][len(sides[0]) - count :], sides[1][len(sides[1]) - count :]), (sides[0][:count], sides[1][:count])]
+    """How the two sides of a sequence were laid side by side."""
+    how = f"the last {count}, aligned at the end" if count else "none of them"
+    return f"A scores {len(a.logprobs)} tokens of sequence {index}, B {len(b.logprobs)}; compared: {how}"
 
 
 def _exp(x: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tio_megatron.files.whole import drafted
 from tio_megatron.findings.messages import cut
 from tio_megatron.verify.readers.arrays import DAMAGE
 
@@ -110,16 +110,8 @@ class Recording:
         Raises:
             OSError: it cannot be written; names the file.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.parent / f".{path.name}.draft-{os.getpid()}"
-        try:
-            with open(draft, "wb") as file:
-                np.savez(file, lengths=self.lengths, prompts=self.prompts, tokens=self.tokens, logprobs=self.logprobs, rows=self.rows)
-            draft.replace(path)
-        except OSError as error:  # numpy's has no name
-            raise OSError(error.errno, f"{error.strerror or error}", str(path)) from error
-        finally:
-            draft.unlink(missing_ok=True)
+        with drafted(path) as draft, draft.open("wb") as file:
+            np.savez(file, lengths=self.lengths, prompts=self.prompts, tokens=self.tokens, logprobs=self.logprobs, rows=self.rows)
 
     @classmethod
     def load(cls, path: Path) -> Recording:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from tio_megatron.checkpoint import require_no_code
-from tio_megatron.findings.messages import named
+from tio_megatron.checkpoint import Checkpoint, CheckpointConfig, CheckpointError, require_no_code
+from tio_megatron.findings.messages import cut, named
 from tio_megatron.models import Block, Parameter, Tensor, architectures
 from tio_megatron.models.blocks import HF_LAYER
 from tio_megatron.models.points import described
@@ -32,7 +32,7 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
     Only safetensors are read, and no code of the folder is run.
 
     Raises:
-        ValueError: another word for ``dtype``, a folder that brings its own code, or tensors that are missing or have no place in the model.
+        ValueError: another word for ``dtype``, a folder that brings its own code, or one whose tensors are not those of the model; names them.
         OSError: no checkpoint there.
     """
     from transformers import AutoModelForCausalLM
@@ -41,15 +41,34 @@ def load_hf(folder: Path, dtype: str = "") -> Any:
         raise ValueError(f"dtype {dtype!r}: bfloat16, float16 or float32 is needed")
     chosen = getattr(torch, dtype) if dtype else "auto"
     require_no_code(Path(folder))
+    _require_tensors(Path(folder))
     with _bar_on_a_terminal():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, trust_remote_code=False, use_safetensors=True, output_loading_info=True)
-    model, info = loaded
-    # transformers makes up what is missing and leaves out what has no place, and says so in a warning alone.
-    differ = {"missing": info["missing_keys"], "without a place in the model": info["unexpected_keys"]}
-    wrong = [f"{len(names)} {what} ({named(sorted(names))})" for what, names in differ.items() if names]
-    if wrong:
-        raise ValueError(f"{folder}: other tensors than the model of its config.json has: {', '.join(wrong)}; copy the checkpoint again, or convert it")
+        try:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=chosen, trust_remote_code=False, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{folder}: transformers cannot make its model of these tensors ({cut(str(error))})") from error
+    wrong = {"missing": told["missing_keys"], "without a place in the model": told["unexpected_keys"], "of another shape": told["mismatched_keys"]}
+    problems = [f"{len(found)} tensors {what}: {named(sorted(map(str, found)))}" for what, found in wrong.items() if found]
+    if problems:  # transformers fills what is missing with new random numbers
+        raise ValueError(f"{folder}: {'; '.join(problems)}")
     return model.eval()
+
+
+def _require_tensors(folder: Path) -> None:
+    """Refuse a folder that lacks a tensor or has too many, by the names in its files: transformers names the experts' tensors only as it fuses them.
+
+    A configuration that our own reader does not cover is left to what transformers tells.
+
+    Raises:
+        CheckpointError: names the tensors.
+    """
+    try:
+        CheckpointConfig.from_file(folder / "config.json")
+    except CheckpointError:
+        return
+    Checkpoint(folder).close()
 
 
 @contextmanager

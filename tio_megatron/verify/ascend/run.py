@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from tio_megatron.files.whole import write_whole
 from tio_megatron.integrations import ascend, releases
 from tio_megatron.integrations.ascend import switches
 from tio_megatron.kernels import npu_family
@@ -55,8 +56,8 @@ def check(out: Path, *, devices: int, twin: bool, quick: bool = False) -> dict[s
         "verdict": last,
         "status": status,
     }
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "report.txt").write_text(answers.text(report))
+    write_whole(out / "report.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_whole(out / "report.txt", answers.text(report).encode())
     return report
 
 

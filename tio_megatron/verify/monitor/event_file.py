@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tio_megatron.files.whole import naming
+
 
 class EventFile:
     """One new file in ``folder``; each call of :meth:`add` appends whole records."""
@@ -28,7 +30,7 @@ class EventFile:
     def _append(self, rest: bytes) -> None:
         event = b"\x09" + struct.pack("<d", time.time()) + rest
         length = struct.pack("<Q", len(event))
-        with open(self.path, "ab") as file:
+        with naming(self.path), open(self.path, "ab") as file:
             file.write(length + _checksum(length) + event + _checksum(event))
 
 

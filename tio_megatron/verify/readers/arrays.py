@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tio_megatron.files.safe_file import SafeFile
 from tio_megatron.findings.messages import cut, named, shown
-from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored
+from tio_megatron.verify.readers.scored import LOGPROB_FIELDS, TOKEN_FIELDS, Scored, require_no_padding
 
 DAMAGE = (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, SyntaxError, OverflowError, MemoryError, zlib.error, zipfile.BadZipFile)
 """What zipfile and numpy raise of a damaged file (RuntimeError: it is encrypted, or of an unknown kind; MemoryError: numpy's parser of a header)."""
@@ -150,6 +150,8 @@ def _table(tokens: _Flat, logprobs: _Flat, arrays: Mapping[str, _Flat], where: s
         if mask is not None:
             chosen = mask.take(width).astype(bool)[:length]
             line, values = line[chosen], values[chosen[missing:]]
+        elif "lengths" not in arrays:
+            require_no_padding(line, values, f"{where}, sequence {index}")
         yield Scored(line, values, f"{where}, sequence {index}")
 
 

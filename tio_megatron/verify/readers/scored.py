@@ -47,6 +47,27 @@ class Scored:
         return len(self.tokens) - len(self.logprobs)
 
 
+def require_no_padding(tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], where: str) -> None:
+    """Refuse a row without a mask that ends as a padded row does: with one token id and one log-probability, over and over.
+
+    Padding holds the same bytes on both sides; counted as tokens it would make two recordings more equal than they are.
+
+    Raises:
+        ValueError: says how many entries look like padding, and how to say which are.
+    """
+    count = min(len(tokens), len(logprobs))
+    if count < 2:
+        return
+    ids, values = tokens[len(tokens) - count :], np.ascontiguousarray(logprobs[len(logprobs) - count :]).view(np.uint32)
+    others = np.flatnonzero((ids != ids[-1]) | (values != values[-1]))
+    padded = count - 1 - int(others[-1]) if len(others) else count
+    if padded > 1:
+        raise ValueError(
+            f"{where}: the last {padded} tokens are all {ids[-1]} with the log-probability {logprobs[-1]}, as padding is, and nothing says which tokens count; "
+            "write 'mask' or 'lengths' beside them"
+        )
+
+
 def require_file(path: Path) -> None:
     """Refuse what is no file.
 
