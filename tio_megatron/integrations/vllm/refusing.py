@@ -90,18 +90,14 @@ def watch_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
-def look(worker: Any) -> None:
-    """Nothing: :func:`answered` tells the state of the worker's weights with every answer."""
-
-
 def refuse_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``EngineCore.step``: answers requests that would run on half-loaded weights or on two sets of weights."""
 
     @functools.wraps(stock)
     def step(self: Any) -> Any:
         if hasattr(self.model_executor, "driver_worker"):
-            # Whoever has the worker in this process may have loaded weights without a call that passes by the core.
-            self.collective_rpc(look)
+            # Whoever has the worker in this process may have loaded weights without a call that passes by the core. Any method will do.
+            self.collective_rpc("check_health")
         scheduler = self.scheduler
         names, why = self.__dict__.pop("tio_begun", set()), _CHANGED
         if not names and (self.__dict__.get("tio_stopped") and scheduler.pause_state != PauseState.PAUSED_ALL):
