@@ -27,6 +27,9 @@ from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_larg
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative
 
+_AGREEING = 16
+"""Rows equal on both sides that a rule of the head must give too."""
+
 
 def why(case: Case) -> Finding:
     """The cause of the first difference, with its evidence; ``unknown`` where none is known."""
@@ -102,6 +105,8 @@ def _head(case: Case) -> Finding | None:
         if not case.differs.any():
             said = "only last tokens of sequences differ; no token follows them, so nothing is scored there"
             return Finding("unknown", "", evidence=(said,), cure="Compare the labels at the last token of each sequence: a mask must leave it out.")
+    agreeing = replace(case, differs=case.compared & ~case.differs & (targets_of(case) >= 0).numpy())
+    case.rows = torch.cat([case.rows, agreeing.rows[:_AGREEING]])  # a temperature and a filter move every row
     a, b = (side[case.rows] for side in case.sides)
     explained = explain(head_rules(case), a, b)
     if explained is None:
