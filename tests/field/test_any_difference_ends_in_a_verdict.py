@@ -20,7 +20,7 @@ POINTS = list({point.part: point.name for point in points(2, SIZES.moe)}.values(
 SHAPES = {
     "scalar": lambda x: x.reshape(len(x), -1)[:, 0],
     "one axis": lambda x: x.reshape(len(x), -1),
-    "two": lambda x: x.reshape(len(x), -1, x.shape[-1]),
+    "two": lambda x: x.reshape(len(x), -1, x.shape[-1] if x.dim() > 1 else 1),
     "three": lambda x: x.reshape(len(x), 1, -1, 1),
 }
 
