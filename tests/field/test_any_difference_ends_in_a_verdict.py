@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from planted_model import Model, Plan, Sizes, weights_of
-from tio_megatron.traces.points import points
 
 from tio_megatron.commands.answer import _finite
+from tio_megatron.models.points import points
 from tio_megatron.traces import Trace, TraceWriter, open_trace
 from tio_megatron.verify.diagnosis import diagnose
 from tio_megatron.verify.diagnosis.finding import KINDS
@@ -20,7 +20,7 @@ POINTS = list({point.part: point.name for point in points(2, SIZES.moe)}.values(
 SHAPES = {
     "scalar": lambda x: x.reshape(len(x), -1)[:, 0],
     "one axis": lambda x: x.reshape(len(x), -1),
-    "two": lambda x: x.reshape(len(x), -1, x.shape[-1]),
+    "two": lambda x: x.reshape(len(x), -1, x.shape[-1] if x.dim() > 1 else 1),
     "three": lambda x: x.reshape(len(x), 1, -1, 1),
 }
 

@@ -22,17 +22,28 @@ BEGIN, END = "<!-- make faults: begin -->", "<!-- make faults: end -->"
 
 
 def right(found: Finding, truth: Truth) -> bool:
-    """Kind, cause and place; the parameter where one is at fault; the size of what has one."""
+    """Kind, cause and place; the parameter where one is at fault; the size of what has one; what differs beside the cause where that is known."""
     named = found.kind == truth.kind and found.cause in truth.causes and found.parameter.startswith(truth.parameter)
     if "temperature" in truth.details:
         told = [found.details.get(f"temperature_{side}", 0.0) for side in "ab"]
         named = named and any(abs(value - truth.details["temperature"]) < 0.01 for value in told)
+    if "parameters" in truth.details:
+        named = named and found.parameter in truth.details["parameters"]
+    if "axes" in truth.details:
+        named = named and found.details["axes"] == truth.details["axes"]
     return named and (not truth.points or found.point in truth.points)
 
 
 def examine(folder: Path) -> Finding:
     """What the diagnosis says about the traces A and B in ``folder``."""
     return diagnose(open_trace(folder / "A"), open_trace(folder / "B"))
+
+
+def exchanged(folder: Path, found: Finding) -> bool:
+    """Whether the same is said of the traces in ``folder`` in the other order: ``found``, with the sides exchanged."""
+    other = diagnose(open_trace(folder / "B"), open_trace(folder / "A"))
+    same = (other.kind, other.cause, other.point, other.parameter) == (found.kind, found.cause, found.point, found.parameter)
+    return same and other.side == {"A": "B", "B": "A", "": ""}[found.side]
 
 
 def title(number: int) -> str:
@@ -43,7 +54,8 @@ def title(number: int) -> str:
 def table(rows: list[tuple[int, Counter[str], int, int]], variants: int, accused: int, pairs: int) -> str:
     """The section of the page."""
     lines = [
-        f"{variants} variants of each fault, each at a place, size, layer, type and side drawn anew; a diagnosis is right if kind, cause and place are.",
+        f"{variants} variants of each fault, each at a place, size, layer, type and side drawn anew; a diagnosis is right if kind, cause and place are, "
+        "and if the same is said of the traces in the other order.",
         "",
     ]
     lines += ["| | planted | named as | right |", "| --- | --- | --- | --- |"]
@@ -71,8 +83,9 @@ def main() -> int:
                 truth = plant(number, seed, folder)
                 found = examine(folder)
                 named[f"{found.kind}: {found.cause}" if found.cause else found.kind] += 1
-                good += right(found, truth)
-                if not right(found, truth):
+                named_right = right(found, truth) and exchanged(folder, found)
+                good += named_right
+                if not named_right:
                     print(f"   seed {seed}: {found.verdict}; planted: {truth}")
             rows.append((number, named, good, options.variants))
             print(f"{number:2} {title(number):100.100} {good} of {options.variants}", flush=True)
@@ -86,9 +99,9 @@ def main() -> int:
         text = PAGE.read_text()
         before, rest = text.split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{table(rows, options.variants, accused, options.pairs)}\n{END}{rest.split(END)[1]}")
-    named_right = sum(good == total for _, _, good, total in rows)
-    print(f"{named_right} of {len(FAULTS)} named right, {accused} of {options.pairs} clean pairs accused")
-    return int(named_right < len(FAULTS) or accused > 0)
+    all_right = sum(good == total for _, _, good, total in rows)
+    print(f"{all_right} of {len(FAULTS)} named right, {accused} of {options.pairs} clean pairs accused")
+    return int(all_right < len(FAULTS) or accused > 0)
 
 
 if __name__ == "__main__":

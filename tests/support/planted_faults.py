@@ -23,6 +23,7 @@ from planted_orders import (
     size_of_the_message,
     token_owner_against_expert_owner,
 )
+from planted_reports import REPORTED
 from planting import BF16, FP32, Draw, Stage, Truth
 
 from tio_megatron.traces import Trace, Tracer, TraceWriter, open_trace
@@ -385,7 +386,7 @@ def evaluation(stage: Stage, draw: Draw) -> Truth:
 FAULTS: list[Callable[[Stage, Draw], Truth]] = [
     pieces_in_another_order, partial_sums_in_bf16, token_owner_against_expert_owner, ring_starts_at_the_owner, sequence_parallel, fused_add_norm, tie,
     router_softmax, padding_is_routed, packing, rank_without_tokens, unwritten_rows, extra_rounding, micro_batch, temperature, norm_cast, vocabulary_padding,
-    rope_table, head_types, size_of_the_message, stale_copies, evaluation,
+    rope_table, head_types, size_of_the_message, stale_copies, evaluation, *REPORTED,
 ]  # fmt: skip
 """In the order of the list of field reports: number 1 first."""
 

@@ -335,13 +335,3 @@ def plant_variant(index: int, seed: int, folder: Path) -> Truth:
         differing = [int((traces[0].digests(name) != traces[1].digests(name)).sum()) for name in traces[0].names if name in traces[1].recorded]
         if next((rows for rows in differing if rows), 0) >= truth.least:
             return truth
-
-
-def named(found: Any, truth: Truth) -> bool:
-    """Kind, cause and place, and the parameter where one is at fault."""
-    good = found.kind == truth.kind and found.cause in truth.causes and found.parameter.startswith(truth.parameter)
-    if "parameters" in truth.details:
-        good = good and found.parameter in truth.details["parameters"]
-    if "temperature" in truth.details:
-        good = good and any(abs(found.details.get(f"temperature_{side}", 0.0) - truth.details["temperature"]) < 0.01 for side in "ab")
-    return good and (not truth.points or found.point in truth.points)

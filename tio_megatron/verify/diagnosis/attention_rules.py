@@ -67,14 +67,18 @@ def heads_of(case: Case, most: int = MOST) -> Heads | None:
     """From the recorded inputs, or None where they were not kept."""
     q, k, v = (case.parent(part) for part in ("q_rope", "k_rope", "v_proj"))
     size = int(case.a.shape.get("head_dim") or 0)
-    if q is None or k is None or v is None or not size or q.shape[1] % k.shape[1] or k.shape[1] % size or v.shape != k.shape:
+    if q is None or k is None or v is None or not size:
         return None
     rows = case.rows[torch.linspace(0, len(case.rows) - 1, min(most, len(case.rows))).round().to(torch.int64).unique()]
     stops = torch.from_numpy(np.cumsum(case.a.lengths))
     sequence = torch.searchsorted(stops, rows, right=True)
     end = stops[sequence]
     begin = end - torch.tensor(case.a.lengths)[sequence]
-    wide = [tensor.to(torch.float64).reshape(len(tensor), -1, size) for tensor in (q[rows], k, v)]
+    real = torch.stack([tensor.isfinite().all(-1) for tensor in (q, k, v)]).all(0)  # a sequence that holds a NaN says nothing
+    whole = torch.tensor([bool(real[first:stop].all()) for first, stop in zip(begin.tolist(), end.tolist(), strict=True)], dtype=torch.bool)
+    whole &= torch.stack([side[rows].isfinite().all(-1) for side in case.sides]).all(0)
+    rows, begin, end = rows[whole], begin[whole], end[whole]
+    wide = [tensor.to(torch.float64).reshape(len(tensor), tensor.shape[1] // size, size) for tensor in (q[rows], k, v)]
     return Heads(wide[0], wide[1], wide[2], rows, begin, end, min(case.dtypes, key=lambda dtype: dtype.itemsize))
 
 

@@ -17,7 +17,7 @@ from tio_megatron.verify.diagnosis.sides import departing
 _RENAMED = {"visible": "mask"}
 """Axes whose name is not the cause's."""
 _FEWEST_ROWS = 6
-"""Rows of a norm below which all of them may be larger on one side by chance: an order is then not told from an epsilon."""
+"""Rows of a norm below which nothing is told where others are equal: one factor moves a whole row, and all of them may grow by chance."""
 _TABLES = "Compare the rotary frequencies, angles and tables of both sides, and their types."
 
 
@@ -27,6 +27,10 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
     explained = explain(rules, a, b)
     if explained is None:
         return missing_inputs(case)
+    rows, compared = int(case.differs.sum()), int(case.compared.sum())
+    if case.point.op == "norm" and rows < _FEWEST_ROWS < compared and looks_like_rounding(explained.gap, case.dtypes[0]):
+        few = f"only {rows} of {compared} rows differ, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
+        return Finding("unknown", "", evidence=(few,), cure=LOOK)
     if explained.axes:
         return framework(case, explained)
     dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
@@ -53,9 +57,6 @@ def not_an_order(case: Case, explained: Explained) -> str:
     if explained.few and case.point.op in ("norm", "routing"):
         said = "element differs" if explained.few == 1 else "elements differ"
         return f"only {explained.few} {said}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
-    few = int(case.differs.sum())
-    if case.point.op == "norm" and few < _FEWEST_ROWS < int(case.compared.sum()):
-        return f"only {few} of {int(case.compared.sum())} rows differ, by rounding: an epsilon does that as well as an order; record more tokens to tell"
     doubt = too_many_for_an_order(case, explained.least, explained.gap)
     if not doubt and case.point.op == "norm" and (doubt := leaning(case)):
         doubt += "; compare the epsilons, and factors near 1"

@@ -27,7 +27,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
     """Axes: where the weight is multiplied, what the variance is taken of, epsilon, the weight's form, the mean."""
     name, weight = case.point.parents[0], case.weight(case.point.weights[0])
     x = case.input(name)
-    if x is None or weight is None or x.shape[1] % weight.numel():
+    if x is None or weight is None:
         return
     width = weight.numel()
     dtype, x = low(case), x[case.rows].to(torch.float64)
@@ -126,7 +126,7 @@ def _epsilon(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
 def swiglu_rules(case: Case) -> Iterator[Rule]:
     """Axes: roundings between the steps, the activation function, which half is gated."""
     pair = [case.input(parent) for parent in case.point.parents]
-    if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
+    if pair[0] is None or pair[1] is None:
         return
     dtype = low(case)
     gate, up = (half[case.rows].to(torch.float32) for half in pair if half is not None)
@@ -170,7 +170,7 @@ def swiglu_rules(case: Case) -> Iterator[Rule]:
 def scaling_rules(case: Case) -> Iterator[Rule]:
     """Axes: roundings of a row of an expert that is multiplied by its probability before the down projection."""
     act, probabilities = (case.input(parent) for parent in case.point.parents)
-    if act is None or probabilities is None or probabilities.shape != act.shape[:2]:
+    if act is None or probabilities is None:
         return
     x, p = act[case.rows].to(torch.float64), probabilities[case.rows].to(torch.float64)[..., None]
     yield Rule({"extra-rounding": "none"}, lambda: x * p)
@@ -181,7 +181,7 @@ def scaling_rules(case: Case) -> Iterator[Rule]:
 def add_rules(case: Case) -> Iterator[Rule]:
     """Axes: which terms are added, and in which precision."""
     terms = [case.input(parent) for parent in case.point.parents]
-    if terms[0] is None or terms[1] is None or terms[0].shape != terms[1].shape:
+    if terms[0] is None or terms[1] is None:
         return
     x, y = (term[case.rows].to(torch.float64) for term in terms if term is not None)
     for name, out in (("both", x + y), ("the stream alone", x), ("the branch alone", y), ("the branch twice", x + 2 * y), ("the stream twice", 2 * x + y)):

@@ -10,7 +10,7 @@ import torch
 from tio_megatron.verify.diagnosis.case import Case
 from tio_megatron.verify.diagnosis.rules import Rule, relative, rounded
 
-_DTYPES = ("fp32", "logits to bf16", "result to bf16", "log-softmax in bf16", "every step in bf16")
+_DTYPES = ("fp32", "logits to bf16", "result to bf16", "logits and result to bf16", "torch's log-softmax in bf16", "every step in bf16")
 _AHEAD = {"the same": 0, "the one after the next": 2}
 
 
@@ -50,7 +50,7 @@ def head_rules(case: Case) -> Iterator[Rule]:
     """Axes: temperature, rows counted, types, which token's log-probability is taken. For the rows of the case that have a target."""
     logits = case.parent("logits")
     rows = case.rows
-    if logits is None or _of(case, rows, logits[rows]).shape != case.sides[0][rows].shape:
+    if logits is None:
         return
     x = logits[rows].to(torch.float64)
     a, b = (side[rows].to(torch.float64) for side in case.sides)
@@ -67,6 +67,8 @@ def head_rules(case: Case) -> Iterator[Rule]:
             if seen is not None:
                 z = z.masked_fill(~seen, float("-inf"))
             table = z.log_softmax(-1)
+            if dtype == "torch's log-softmax in bf16":
+                table = z.to(torch.bfloat16).log_softmax(-1).to(torch.float64)
             if dtype == "every step in bf16":
                 z = rounded(z - z.amax(-1, keepdim=True), torch.bfloat16)
                 table = z - rounded(rounded(rounded(z.exp(), torch.bfloat16).sum(-1, keepdim=True), torch.bfloat16).log(), torch.bfloat16)
@@ -103,7 +105,7 @@ def counted_rows(case: Case) -> tuple[list[str], str] | None:
     """(evidence, side) if one side's denominator holds rows that the vocabulary has not."""
     logits = case.parent("logits")
     rows = case.rows
-    if logits is None or _of(case, rows, logits[rows]).shape != case.sides[0][rows].shape:
+    if logits is None:
         return None
     x = logits[rows].to(torch.float64)
     true = x.logsumexp(-1)

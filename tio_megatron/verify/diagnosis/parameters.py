@@ -10,6 +10,7 @@ import torch
 from tio_megatron.traces.reader import Trace
 from tio_megatron.verify.diagnosis.cures import CURES
 from tio_megatron.verify.diagnosis.finding import Finding
+from tio_megatron.verify.diagnosis.grids import grid_of, rounded
 
 
 def differing(a: Trace, b: Trace, names: list[str]) -> list[str]:
@@ -74,10 +75,9 @@ def _by_values(a: Trace, b: Trace, name: str) -> Finding:
     ratio = float((p * q).sum() / max((p * p).sum(), 1e-300))
     if abs(ratio - 1) > 1e-3 and np.sqrt(np.mean((q - ratio * p) ** 2)) < min(0.01, 0.3 * abs(ratio - 1)) * np.sqrt(np.mean(q**2)):
         return _finding("weights-scaled", name, "", f"B's is {ratio:.6g} times A's", ratio=ratio)
-    for narrow in ("float16", "float8_e4m3fn", "float8_e5m2", "int8"):
-        for side, rough, fine in (("B", q, p), ("A", p, q)):
-            if np.abs(_rounded(fine, narrow) - rough).max() <= 1e-12 * max(1.0, np.abs(fine).max()) and gap < 0.1:
-                return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to {narrow}")
+    for side, rough, fine in (("B", q, p), ("A", p, q)):
+        if grid := grid_of(rough, fine, tuple(whole[0].shape) if whole[0] is not None else p.shape):
+            return _finding("weights-dtype", name, side, f"{side}'s is the other side's rounded to {grid}")
     for side, halves in (("A", (p, q)), ("B", (q, p))):
         if _one_in_two_types(*halves):
             other = "B" if side == "A" else "A"
@@ -146,19 +146,12 @@ def _correlation(p: np.ndarray[Any, Any], q: np.ndarray[Any, Any]) -> float:
     return float((x * y).sum()) / size if size > 0 else 1.0
 
 
-def _rounded(values: np.ndarray[Any, Any], narrow: str) -> np.ndarray[Any, Any]:
-    if narrow == "int8":
-        scale = np.abs(values).max() / 127
-        return np.round(values / scale) * scale if scale > 0 else values
-    return torch.from_numpy(values).to(torch.float32).to(getattr(torch, narrow)).to(torch.float64).numpy()
-
-
 def _one_in_two_types(coarse: np.ndarray[Any, Any], fine: np.ndarray[Any, Any]) -> bool:
     """Whether there are values of which ``coarse`` is the bfloat16 and ``fine`` the float16: no pair is further apart than half a step of bfloat16 and
     half a step of float16. Elements that both types hold say nothing; all of them alike would not differ."""
-    if not (np.array_equal(_rounded(coarse, "bfloat16"), coarse) and np.array_equal(_rounded(fine, "float16"), fine)):
+    if not (np.array_equal(rounded(coarse, "bfloat16"), coarse) and np.array_equal(rounded(fine, "float16"), fine)):
         return False
-    if np.array_equal(_rounded(fine, "bfloat16"), fine):
+    if np.array_equal(rounded(fine, "bfloat16"), fine):
         return False
     largest = np.maximum(np.abs(coarse), np.abs(fine))
     power = 2.0 ** np.floor(np.log2(np.maximum(largest, 2.0**-126)))

@@ -26,6 +26,10 @@ from tio_megatron.verify.diagnosis.rope_rules import rope_rules
 from tio_megatron.verify.diagnosis.rounding import looks_like_rounding, too_large_alone
 from tio_megatron.verify.diagnosis.router_rules import flips, routing_rules
 from tio_megatron.verify.diagnosis.rules import Rule, explain, relative
+from tio_megatron.verify.diagnosis.sizes import misfit
+
+_AGREEING = 16
+"""Rows equal on both sides that a rule of the head must give too."""
 
 
 def why(case: Case) -> Finding:
@@ -34,7 +38,7 @@ def why(case: Case) -> Finding:
     if wrong:
         parameter = explain_parameter(case.a, case.b, wrong[0])
         return parameter.noting(f"{len(wrong)} of the parameters used here differ: {', '.join(wrong[:4])}") if len(wrong) > 1 else parameter
-    for check in (faults.unwritten, lost_or_moved):
+    for check in (faults.unwritten, misfit, lost_or_moved):
         if found := check(case):
             return found
     if case.point.op == "given":
@@ -102,6 +106,8 @@ def _head(case: Case) -> Finding | None:
         if not case.differs.any():
             said = "only last tokens of sequences differ; no token follows them, so nothing is scored there"
             return Finding("unknown", "", evidence=(said,), cure="Compare the labels at the last token of each sequence: a mask must leave it out.")
+    agreeing = replace(case, differs=case.compared & ~case.differs & (targets_of(case) >= 0).numpy())
+    case.rows = torch.cat([case.rows, agreeing.rows[:_AGREEING]])  # a temperature and a filter move every row
     a, b = (side[case.rows] for side in case.sides)
     explained = explain(head_rules(case), a, b)
     if explained is None:
@@ -149,8 +155,8 @@ def _choice(case: Case) -> Finding:
 def _without_tensors(case: Case) -> Finding:
     rows = np.flatnonzero(case.differs)
     x, y = (side.squares(case.point.name)[rows].astype(np.float64) for side in (case.a, case.b))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        gap = float(np.nanmedian(np.abs(x - y) / np.maximum(x, 1e-30)))
+    real = np.isfinite(x) & np.isfinite(y)
+    gap = float(np.median(np.abs(x - y)[real] / np.maximum(x[real], 1e-30))) if real.any() else float("inf")
     said = f"only digests were recorded; the rows' sums of squares differ by {gap:.2g} (median): " + (
         "as rounding does" if gap < 1e-2 else "more than rounding does"
     )

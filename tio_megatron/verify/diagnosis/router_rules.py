@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tio_megatron.traces.reader import Trace
 from tio_megatron.verify.diagnosis.case import Case
@@ -17,7 +18,7 @@ _NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def routing_rules(case: Case) -> Iterator[Rule]:
     """Axes: where the softmax is, whether and in which order it is normalised, types, scale."""
     logits, ids = case.parent("router_logits"), case.parent("expert_ids")
-    if logits is None or ids is None or case.sides[0].shape != ids.shape:
+    if logits is None or ids is None:
         return
     x, ids = logits[case.rows].to(torch.float32), ids[case.rows].to(torch.int64)
 
@@ -90,6 +91,8 @@ def flips(a: Trace, b: Trace, layer: int, rows: np.ndarray[tuple[int], np.dtype[
     for row in rows.tolist():
         sides = [(logits[row].flatten().to(torch.float64), set(ids[row].flatten().tolist())) for logits, ids in held if logits is not None and ids is not None]
         (la, chosen_a), (lb, chosen_b) = sides
+        beyond = max(chosen_a | chosen_b) + 1 - len(la)  # no expert at all
+        la, lb = (F.pad(logits, (0, max(0, beyond)), value=float("-inf")) for logits in (la, lb))
         only_a, only_b = sorted(chosen_a - chosen_b), sorted(chosen_b - chosen_a)
         if not only_a or not only_b:
             continue

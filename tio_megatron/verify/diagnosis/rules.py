@@ -83,21 +83,26 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
     return float(difference / y[real].square().mean().sqrt().clamp_min(1e-30))
 
 
+def _error(made: torch.Tensor, side: torch.Tensor) -> float:
+    """As :func:`relative`; a rule that filters other elements than a side is not the one of that side."""
+    made = made.to(side.dtype)
+    return float("inf") if bool((made.isinf() != side.isinf()).any()) else relative(made, side)
+
+
 def explain(rules: Iterable[Rule], a: torch.Tensor, b: torch.Tensor) -> Explained | None:
     """Which rules reproduce ``a`` and ``b`` [r, ...] best; None without rules. The first rule is the usual one and wins ties."""
     fits: list[tuple[Rule, float, float]] = []
     for rule in rules:
         made = rule.compute()
-        if made.numel() != a.numel():  # the point has not the size that this operator gives
-            continue
-        made = made.reshape(a.shape)
-        fits.append((rule, relative(made.to(a.dtype), a), relative(made.to(b.dtype), b)))
+        fits.append((rule, _error(made, a), _error(made, b)))
     if not fits:
         return None
     gap = relative(a, b)
     least = min(fit[1] for fit in fits), min(fit[2] for fit in fits)
     usual = fits[0][0]
-    limits = [min(EXPLAINS * gap, max(one_rounding(side.dtype), NEARLY_ALL * gap)) for side in (a, b)]
+    limits = [
+        min(EXPLAINS * far, max(one_rounding(side.dtype), NEARLY_ALL * min(far, 1.0))) for side, far in ((a, relative(b, a)), (b, gap))
+    ]  # of each side's own size, which the traces' order does not change
     good_a, good_b = _alike(fits, 1), _alike(fits, 2)
     pairs = [
         (x, y) for x in good_a for y in good_b if x[1] < CLEAR * y[1] and y[2] < CLEAR * x[2] and x[1] < limits[0] and y[2] < limits[1] and x[0].against(y[0])
