@@ -96,7 +96,7 @@ rl: setup  ## reinforcement learning: 40 steps exactly on policy, then the stock
 matrix-train: setup  ## training in 36 layouts, 8 with an auxiliary loss, and changing them half-way: one SHA-256 of weights and optimizer (ARGS=--quick: a few of them)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m examples.qwen3_moe.matrix_train $(ARGS)
 
-faults: setup  ## plants 22 kinds of mismatch, lets tio diagnose name them, and writes the table in docs/divergence.md
+faults: setup  ## plants the kinds of mismatch that people report, lets tio diagnose name them, and writes the table in docs/divergence.md
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/faults.py $(ARGS)
 
 test: setup  ## what CI runs, at most 10 minutes on two cores: ruff, mypy, and the tests of the promise
