@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from planted_model import Model, Plan, Sizes, weights_of
-from tio_megatron.traces.points import points
 
 from tio_megatron.commands.answer import _finite
+from tio_megatron.models.points import points
 from tio_megatron.traces import Trace, TraceWriter, open_trace
 from tio_megatron.verify.diagnosis import diagnose
 from tio_megatron.verify.diagnosis.finding import KINDS
