@@ -96,7 +96,7 @@ def test_engine_kwargs_are_laid_over_verls_own_mode(name):
         if works:
             refusals.check(config, "rollout")
         else:
-            with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name}='{mode}' at temperature 0.7"):
+            with pytest.raises(ValueError, match=f"engine_kwargs.vllm.{name}='{mode}': the temperature is 0.7"):
                 refusals.check(config, "rollout")
     nothing = changed(f"rollout.engine_kwargs.vllm.{name}", None)
     nothing["rollout"]["logprobs_mode"] = "raw_logits"  # verl hands no null on
