@@ -154,7 +154,7 @@ def test_without_tensors_the_place_is_still_named(tmp_path):
     other = values.clone()
     other[4, 2] += 1e-6
     found = diagnose(open_trace(written(tmp_path / "a", values, keep=False)), open_trace(written(tmp_path / "b", other, keep=False)))
-    assert (found.status, found.point, found.rows, found.first) == (1, "embed", 1, (1, 1)) and "only digests were recorded" in " ".join(found.evidence)
+    assert (found.status, found.point, found.rows, found.first) == (2, "embed", 1, (1, 1)) and "only digests were recorded" in " ".join(found.evidence)
 
 
 LARGE = """

@@ -22,7 +22,7 @@ def diagnose(
     """Name the first point at which two traces differ, the kind of cause, and what to change.
 
     Of a monitor's bundle: what differs, and how to record the two traces that say why.
-    Exit status: 0 equal, 1 differs, 2 could not tell (other tokens, other models, no trace). Every cause has a section in docs/divergence.md.
+    Exit status: 0 equal, 1 differs, 2 could not tell (no known cause, other tokens, other models, no trace). Every cause has a section in docs/divergence.md.
     """
 
     def work() -> tuple[int, dict[str, Any], Callable[[Console], None]]:

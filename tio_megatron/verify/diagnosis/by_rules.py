@@ -27,10 +27,8 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
     explained = explain(rules, a, b)
     if explained is None:
         return missing_inputs(case)
-    rows, compared = int(case.differs.sum()), int(case.compared.sum())
-    if case.point.op == "norm" and rows < _FEWEST_ROWS < compared and looks_like_rounding(explained.gap, case.dtypes[0]):
-        few = f"only {rows} of {compared} rows differ, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
-        return Finding("unknown", "", evidence=(few,), cure=LOOK)
+    if doubt := _too_few(case, explained):
+        return Finding("unknown", "", evidence=(*same_formula(explained), doubt), cure=LOOK)
     if explained.axes:
         return framework(case, explained)
     dtype = max(case.dtypes, key=lambda dtype: -dtype.itemsize)
@@ -54,13 +52,21 @@ def by_rules(case: Case, rules: Iterable[Rule]) -> Finding | None:
 
 def not_an_order(case: Case, explained: Explained) -> str:
     """Why two sides that one rule explains up to rounding are not said to differ in an order, in words; "" where they are."""
-    if explained.few and case.point.op in ("norm", "routing"):
-        said = "element differs" if explained.few == 1 else "elements differ"
-        return f"only {explained.few} {said}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell"
     doubt = too_many_for_an_order(case, explained.least, explained.gap)
     if not doubt and case.point.op == "norm" and (doubt := leaning(case)):
         doubt += "; compare the epsilons, and factors near 1"
     return doubt
+
+
+def _too_few(case: Case, explained: Explained) -> str:
+    """Why what differs in a norm or a router is too little to tell anything, in words; "" where it is not."""
+    rows, compared = int(case.differs.sum()), int(case.compared.sum())
+    few = ""
+    if explained.few and case.point.op in ("norm", "routing"):
+        few = "1 element differs" if explained.few == 1 else f"{explained.few} elements differ"
+    elif case.point.op == "norm" and rows < _FEWEST_ROWS < compared and looks_like_rounding(explained.gap, case.dtypes[0]):
+        few = f"{rows} of {compared} rows differ"
+    return f"only {few}, by rounding: an order, an epsilon and a rounding more all do that; record more tokens to tell" if few else ""
 
 
 def framework(case: Case, explained: Explained) -> Finding:
