@@ -6,7 +6,9 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from planted_model import Model, Plan, Sizes, weights_of
+from typer.testing import CliRunner
 
+from tio_megatron.cli import app
 from tio_megatron.commands.answer import _finite
 from tio_megatron.models.points import points
 from tio_megatron.traces import Trace, TraceWriter, open_trace
@@ -97,3 +99,13 @@ def test_of_any_shape(about, place, values, tmp_path):
         said = json.dumps(_finite(found.to_json()), allow_nan=False)
         assert found.kind in KINDS and found.point == place and found.evidence and found.cure, (shape, change, said)
         assert found.status == (2 if found.kind == "unknown" else 1), (shape, change, said)
+
+
+def test_the_command_says_unknown_in_json(values, tmp_path):
+    """Of log-probabilities that were clipped, which no known cause does."""
+    held, weights = values
+    for side, rows in (("A", held["logprob"]), ("B", held["logprob"].clamp_min(-3.0))):
+        record(tmp_path / side, {"logits": held["logits"], "logprob": rows}, weights)
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path / "A"), str(tmp_path / "B"), "--json"])
+    said = json.loads(told.stdout)
+    assert (told.exit_code, said["status"], said["kind"], said["point"], said["side"]) == (2, 2, "unknown", "logprob", None), said

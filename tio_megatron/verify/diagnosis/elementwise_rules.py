@@ -71,7 +71,7 @@ def norm_rules(case: Case) -> Iterator[Rule]:
                 roots = [rounded(root, dtype) for root in (r, 1 / rounded((mean_square + eps_).sqrt(), dtype))]  # torch takes either, by the row's place
                 outs = [rounded(rounded(v * first, dtype) * root, dtype) * last for root in roots]
                 far = [torch.stack([(out.reshape(shape) - side[case.rows]).abs().reshape(out.shape).sum(-1) for side in case.sides]).amin(0) for out in outs]
-                out = torch.where((far[0] <= far[1])[:, None], *outs)
+                out = torch.where((far[0] <= far[1])[:, None], outs[0], outs[1])
             else:
                 out = rounded(v * rounded(r, dtype), dtype) * scale
             return out.reshape(shape)
