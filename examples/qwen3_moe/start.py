@@ -218,7 +218,7 @@ def require_same_job(ranks: Ranks, options: Any) -> None:
     if len(bad) == ranks.size:
         raise InputProblem(mine["input"])
     if lines:
-        raise InputProblem(f"the ranks were not started for the same job: {'; '.join(lines[:8])}")
+        raise InputProblem(f"the ranks were not started for the same job: {'; '.join(map(str, lines[:8]))}")
 
 
 def _words(value: object) -> str:

@@ -109,9 +109,9 @@ def test_nothing_is_appended_behind_a_damaged_batch(store, cut):
 
 
 def test_a_store_is_made_where_somebody_was_killed_who_made_one(tmp_path):
-    (tmp_path / ".draft-99").write_text("{")
+    (tmp_path / ".store.json.draft-99").write_text("{")
     assert Store.create(tmp_path).append(batch(7)) == 0
-    assert not list(tmp_path.glob(".draft-*"))
+    assert not list(tmp_path.glob(".*.draft-*"))
 
 
 def test_a_failed_append_leaves_everything_as_it_was(store, monkeypatch):
@@ -144,12 +144,12 @@ def test_writers_that_are_killed_leave_whole_batches(tmp_path):
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.wait()
-    (folder / ".draft-1").write_bytes(b"half a batch")
+    (folder / ".00000020.safetensors.draft-1").write_bytes(b"half a batch")
     store = Store.open(folder)
     assert store.verify().batches == store.batches >= 20
     made = [batch(seed, 40) for seed in range(store.batches)]  # each writer numbers them by what it has seen, which may be a little less
     assert all(any(held.same(one) == "" for one in made[: number + 1]) for number, held in enumerate(store)) and made[0].same(made[1]) == "lengths"
-    assert store.append(batch(store.batches)) == store.batches - 1 and not list(folder.glob(".draft*"))
+    assert store.append(batch(store.batches)) == store.batches - 1 and not list(folder.glob(".*draft*"))
 
 
 def test_what_is_no_store(tmp_path):

@@ -10,8 +10,8 @@ import torch
 
 from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
-from tio_megatron.integrations.megatron.training import grad_sums
 from tio_megatron.kernels.integer_sum import IntegerSum, add_products
+from tio_megatron.layers import gradient_sums
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import DENSE, MOE, write_tiny
 
@@ -78,11 +78,11 @@ def fp32_sums():
                 torch.maximum(total.peak, one.peak, out=total.peak)
             total.low.copy_((running[key].double() * 2.0**-total.unit).round().to(torch.int64))
 
-    stock, grad_sums.add_products = grad_sums.add_products, added
+    stock, gradient_sums.add_products = gradient_sums.add_products, added
     try:
         yield
     finally:
-        grad_sums.add_products = stock
+        gradient_sums.add_products = stock
 
 
 @contextlib.contextmanager
@@ -93,11 +93,11 @@ def one_grain():
         edges = starts[of]
         add_products(sums, dy, x, starts=edges, of=torch.arange(len(edges)), order=order)
 
-    stock, grad_sums.add_products = grad_sums.add_products, added
+    stock, gradient_sums.add_products = gradient_sums.add_products, added
     try:
         yield
     finally:
-        grad_sums.add_products = stock
+        gradient_sums.add_products = stock
 
 
 PLANTS = {"fp32 sums": fp32_sums, "one grain": one_grain}

@@ -14,6 +14,7 @@ from examples.qwen3_moe.training import Recipe, Training, parse
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.megatron.training import grad_sums
 from tio_megatron.integrations.megatron.training.grad_refusals import BadGradient
+from tio_megatron.layers import gradient_sums
 from tio_megatron.testing import run_ranks
 from tio_megatron.testing.qwen3 import MOE, write_tiny
 
@@ -80,7 +81,7 @@ def nan_loss():
 
 def infinite_expert():
     """In the sum of one expert's weight, on one rank."""
-    stock = grad_sums.add_products
+    stock = gradient_sums.add_products
 
     def spoiled(sums, dy, x, **more):
         if len(sums) > 1 and len(dy) and dist.get_rank() == dist.get_world_size() - 1:
@@ -88,7 +89,7 @@ def infinite_expert():
             dy[-1, 0] = float("inf")
         stock(sums, dy, x, **more)
 
-    return replaced(grad_sums, "add_products", spoiled)
+    return replaced(gradient_sums, "add_products", spoiled)
 
 
 def two_values():

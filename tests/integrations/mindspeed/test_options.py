@@ -29,7 +29,7 @@ def test_the_page_has_every_way_of_context_parallelism():
 
 def test_a_refusal_names_value_reason_and_what_works():
     (line,) = options.problems({"moe_zero_memory": "level1"})
-    assert line == "moe_zero_memory='level1': its expert layer recomputes with products of its own; 'disable' or None would work"
+    assert str(line) == "moe_zero_memory='level1': its expert layer recomputes with products of its own; 'disable' or None would work"
     assert options.problems({"use_flash_attn": True, "hccl_group_buffer": "dp:200"}) == []
     # The first source is quoted; the second is looked at as well.
     assert len(options.problems({"tp_2d": True}, {"tp_2d": True, "use_ascend_mc2": True})) == 2
