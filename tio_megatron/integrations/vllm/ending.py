@@ -1,10 +1,12 @@
-"""How an engine of several processes ends: a worker that was killed is named, and no file that vLLM made for the engine outlives it."""
+"""How an engine of several processes ends: a worker that was killed is named, and the files that vLLM made for the engine go with its owner."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ def naming_the_killed(executor: Any) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         killed = getattr(executor, "tio_killed", None) or _killed(executor)
         if not killed:
             raise
@@ -53,28 +55,34 @@ def _killed(executor: Any) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_no_files() -> Iterator[None]:
-    """An engine that is started in this block leaves neither sockets nor shared memory behind, however it ends later.
+    """The files of an engine that is started in this block are removed when this process ends, by an error too: sockets and shared memory.
 
-    vLLM makes files by which the processes of an engine find each other, and removes some of them when the engine ends well. Once an engine has
-    started, its processes hold open what they need, so the names can go. For engines whose environment vLLM has not read before.
+    vLLM makes files by which the processes of an engine find each other, and removes some of them when the engine ends well. A process that is
+    ended by SIGKILL removes nothing. For engines whose environment vLLM has not read before.
 
     >>> with leaving_no_files():
-    ...     folder = os.environ["VLLM_RPC_BASE_PATH"]
-    >>> os.path.exists(folder)
-    False
+    ...     os.path.exists(os.environ["VLLM_RPC_BASE_PATH"])
+    True
     """
     before = tempfile.tempdir, os.environ.get(_SOCKETS)
     # A socket's path has at most 107 bytes, which a folder inside a long TMPDIR would pass.
-    with tempfile.TemporaryDirectory(prefix="tio-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
-        tempfile.tempdir = os.environ[_SOCKETS] = folder
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before[0]
-            os.environ.pop(_SOCKETS)
-            if before[1] is not None:
-                os.environ[_SOCKETS] = before[1]
-            # The shared memory of the ranks bears the name of the file in which they met.
-            for meeting in Path(folder).glob("vllm_dist_*"):
-                for memory in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
-                    memory.unlink(missing_ok=True)
+    folder = tempfile.mkdtemp(prefix="tio-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+    atexit.register(_remove, Path(folder), os.getpid())
+    tempfile.tempdir = os.environ[_SOCKETS] = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before[0]
+        os.environ.pop(_SOCKETS)
+        if before[1] is not None:
+            os.environ[_SOCKETS] = before[1]
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a child that was forked has our exit functions
+        return
+    # The shared memory of the ranks bears the name of the file in which they met.
+    for meeting in folder.glob("vllm_dist_*"):
+        for memory in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
+            memory.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
