@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
-import atexit, os, signal, tempfile
+import os, signal, tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     from tests.integrations.vllm.checkpoints import make
     from tio_megatron.integrations.vllm import engine_options
-    from tio_megatron.integrations.vllm.ending import leaving_no_files
+    from tio_megatron.integrations.vllm.ending import leaving_no_files, remove_files
 
     def sockets():
         return [file for file in Path(tempfile.gettempdir()).iterdir() if file.is_socket()]
@@ -46,7 +46,7 @@ if __name__ == "__main__":
             llm.llm_engine.step()
     except RuntimeError as error:
         print("said", str(error).replace(str(worker.pid), "PID"))
-    atexit._run_exitfuncs()
+    remove_files()
     print("in the end", own.exists(), sockets(), memory(), flush=True)
     os._exit(0)
 """

@@ -67,7 +67,7 @@ def leaving_no_files() -> Iterator[None]:
     before = tempfile.tempdir, os.environ.get(_SOCKETS)
     # A socket's path has at most 107 bytes, which a folder inside a long TMPDIR would pass.
     folder = tempfile.mkdtemp(prefix="tio-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
-    atexit.register(_remove, Path(folder), os.getpid())
+    _folders[Path(folder)] = os.getpid()
     tempfile.tempdir = os.environ[_SOCKETS] = folder
     try:
         yield
@@ -78,11 +78,17 @@ def leaving_no_files() -> Iterator[None]:
             os.environ[_SOCKETS] = before[1]
 
 
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a child that was forked has our exit functions
-        return
-    # The shared memory of the ranks bears the name of the file in which they met.
-    for meeting in folder.glob("vllm_dist_*"):
-        for memory in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
-            memory.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+_folders: dict[Path, int] = {}
+"""Folders of this process's engines, and the process that made each: a child that was forked removes nothing."""
+
+
+@atexit.register
+def remove_files() -> None:
+    """Remove the files of the engines that were started in :func:`leaving_no_files`. For a process that ends without its exit functions."""
+    for folder in [folder for folder, owner in _folders.items() if owner == os.getpid()]:
+        # The shared memory of the ranks bears the name of the file in which they met.
+        for meeting in folder.glob("vllm_dist_*"):
+            for memory in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
+                memory.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        del _folders[folder]

@@ -8,7 +8,7 @@ from typing import Any
 from tio_megatron.checkpoint import Checkpoint
 from tio_megatron.contract import Contract
 from tio_megatron.integrations.vllm import engine_options, push_weights, rollout_contract
-from tio_megatron.integrations.vllm.ending import leaving_no_files
+from tio_megatron.integrations.vllm.ending import leaving_no_files, remove_files
 from tio_megatron.jobs.children import serve
 from tio_megatron.jobs.problems import InputProblem
 
@@ -122,6 +122,7 @@ def finish() -> None:
     if _engine is not None:
         core = _engine.llm_engine.engine_core
         core.engine_core.model_executor.shutdown()
+    remove_files()  # the process ends without its exit functions
 
 
 if __name__ == "__main__":
