@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import typer
 
 from tio_megatron import cli
 from tio_megatron.commands import answer
+from tio_megatron.testing.qwen3 import write_tiny
 
 ARGUMENTS = {
     "logdiff": ["a.jsonl", "b.jsonl"],
@@ -36,6 +39,15 @@ def commands(group, before=""):
 
 def test_every_command_is_tried():
     assert set(commands(typer.main.get_command(cli.app))) == set(ARGUMENTS)
+
+
+def test_of_several_ranks_one_answers(tmp_path):
+    model = write_tiny(tmp_path / "model", num_hidden_layers=1, hidden_size=64, vocab_size=100, num_attention_heads=4, num_key_value_heads=2)
+    (tmp_path / "t.jsonl").write_text("[1, 2, 3]\n")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tio_megatron", "record", str(model)]
+    words = [str(tmp_path / "trace"), "--engine", "megatron", "--layout", "tp2", "--tokens", str(tmp_path / "t.jsonl"), "--json"]
+    done = subprocess.run([*start, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, json.loads(done.stdout)["tokens"]) == (0, 3), done.stderr[-2000:]
 
 
 @contextlib.contextmanager

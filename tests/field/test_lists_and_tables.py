@@ -91,6 +91,25 @@ def test_no_word_of_a_table_is_cut(width):
     assert all(word.strip(";,") in {one.strip(";,") for one in words} for cell in ROW for word in cell.split())
 
 
+COSTS = (
+    "sum of input gradient of qkv over tensor-parallel ranks",
+    "first stage",
+    "18.0 MiB",
+    "753.2 MiB",
+    "1.50",
+    "maximum and target are gathered, the sum is",
+)
+
+
+@pytest.mark.parametrize("width", range(73, 140, 3))
+def test_a_table_keeps_its_borders(width):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    show_rows(console, ("what", "per", "ours", "stock", "ratio", "why"), [COSTS])
+    lines = out.getvalue().splitlines()
+    assert {len(line) for line in lines} == {len(lines[0])} and all(line[-1] in "┓┃┩│┘" for line in lines)
+
+
 def test_a_row_is_a_line_in_a_file():
     out = io.StringIO()
     show_rows(Console(file=out, width=80), ("", "topic", "found", "what works"), [ROW, ROW])

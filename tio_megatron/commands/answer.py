@@ -17,13 +17,14 @@ from rich.console import Console
 JSON = typer.Option("--json", help="Print one JSON object instead of text, also for errors.")
 
 
-def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any], Callable[[Console], None]]]) -> None:
+def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any], Callable[[Console], None]]], *, first: bool = True) -> None:
     """Run ``work`` and leave with its status.
 
     Args:
         name: of the subcommand, for messages.
         as_json: print the object rather than the text.
         work: returns the exit status, an object for machines, and a function that prints it for people.
+        first: whether this process prints the answer on stdout; of several ranks that share it, the first one does.
 
     Raises:
         typer.Exit: always; 2 where ``work`` raised ValueError, OSError or ImportError.
@@ -33,11 +34,13 @@ def tell(name: str, as_json: bool, work: Callable[[], tuple[int, dict[str, Any],
             status, answer, show = work()
     except (ValueError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
-        if as_json:
+        if as_json and first:
             print(json.dumps({"status": 2, "error": message}))
         else:
             print(f"tio {name}: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
+    if not first:
+        raise typer.Exit(status)
     if as_json:
         print(json.dumps(_finite({"status": status, **answer}), allow_nan=False))
     else:

@@ -176,7 +176,6 @@ def record(
             run_vllm(model, sequences, trace, layout=words, dtype=dtype, stock=stock, **options)
         count = sum(map(len, sequences))
         said = f"recorded: {count} tokens of {len(sequences)} sequences, {trace}"
-        first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks one speaks
-        return 0, {"tokens": count, "sequences": len(sequences), "trace": str(trace)}, lambda console: console.print(said, soft_wrap=True) if first else None
+        return 0, {"tokens": count, "sequences": len(sequences), "trace": str(trace)}, lambda console: console.print(said, soft_wrap=True)
 
-    tell("record", as_json, work)
+    tell("record", as_json, work, first=engine is not Engine.megatron or os.environ.get("RANK", "0") == "0")  # torchrun starts Megatron's ranks alone

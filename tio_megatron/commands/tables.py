@@ -28,11 +28,15 @@ def show_rows(console: Console, headers: Sequence[str], rows: Sequence[Sequence[
         for line in ([title] if title else []) + ["  ".join(headers).strip(), *("  ".join(row).strip() for row in rows)]:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         return
-    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in zip(headers, *rows, strict=True)]
-    if sum(widths) + _BORDERS * len(widths) + 1 <= console.width:
+    least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in zip(headers, *rows, strict=True)]
+    room = console.width - _BORDERS * len(headers) - 1
+    if sum(least) <= room:
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        while sum(widths) > room:  # rich would make columns narrower than their words, or cut the last border
+            widths[max((at for at in range(len(widths)) if widths[at] > least[at]), key=widths.__getitem__)] -= 1
         table = Table(title=title or None, title_justify="left")
         for header, width in zip(headers, widths, strict=True):
-            table.add_column(header, min_width=width)
+            table.add_column(header, width=width)
         for at, row in enumerate(rows):
             first = f"[{styles[at]}]{escape(row[0])}[/]" if styles else escape(row[0])
             table.add_row(first, *map(escape, row[1:]))
